@@ -1,0 +1,100 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// A stable counting sort of the slots by expert: histograms of fixed blocks of slots, a prefix over experts
+// and blocks, then every block writes its slots in order.
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
+#include "../math/scalar.h"
+#include "parallel.h"
+
+namespace duomoe::cpu {
+namespace {
+
+enum class DropOrder { kPosition, kWeight };
+
+constexpr int64_t kSlotsPerBlock = 1 << 13;
+
+DUOMOE_KERNEL(kCpu, plan_dispatch) {
+  const int64_t experts = call.axis('E'), num_rows = call.axis('R');
+  const int64_t slots = call.axis('T') * call.axis('K');
+  const int64_t capacity = call.integer("capacity"), alignment = call.integer("alignment");
+  const bool by_weight = call.choice<DropOrder>("drop_order") == DropOrder::kWeight && capacity >= 0;
+  const int32_t* expert_of_slot = call.in("indices").as<const int32_t>();
+  const float* weights = call.in("weights").as<const float>();
+  if (by_weight && !call.in("weights").present()) return {"drop_order='weight' needs weights"};
+  int32_t* row_of_slot = call.out("row_of_slot").as<int32_t>();
+  int32_t* slot_of_row = call.out("slot_of_row").as<int32_t>();
+  int32_t* expert_counts = call.out("expert_counts").as<int32_t>();
+  int32_t* routed_counts = call.out("routed_counts").as<int32_t>();
+  int32_t* expert_offsets = call.out("expert_offsets").as<int32_t>();
+
+  auto used = [&](int64_t slot) { return expert_of_slot[slot] >= 0 && expert_of_slot[slot] < experts; };
+
+  // histogram[b][e]: slots of expert e in block b; then the place of the block's first one within the expert.
+  const int64_t blocks = (slots + kSlotsPerBlock - 1) / kSlotsPerBlock;
+  std::vector<int32_t> histogram(blocks * experts, 0);
+  parallel_blocks(call, slots, kSlotsPerBlock, [&](int64_t begin, int64_t end) {
+    int32_t* count = histogram.data() + begin / kSlotsPerBlock * experts;
+    for (int64_t slot = begin; slot < end; ++slot) {
+      if (used(slot)) ++count[expert_of_slot[slot]];
+    }
+  });
+  std::fill(routed_counts, routed_counts + experts, 0);
+  for (int64_t b = 0; b < blocks; ++b) {
+    for (int64_t e = 0; e < experts; ++e) {
+      const int32_t count = histogram[b * experts + e];
+      histogram[b * experts + e] = routed_counts[e];
+      routed_counts[e] += count;
+    }
+  }
+
+  // Every slot in expert order, without drops.
+  std::vector<int64_t> first(experts + 1, 0);
+  for (int64_t e = 0; e < experts; ++e) first[e + 1] = first[e] + routed_counts[e];
+  std::vector<int32_t> sorted(first[experts]);
+  parallel_blocks(call, slots, kSlotsPerBlock, [&](int64_t begin, int64_t end) {
+    int32_t* place = histogram.data() + begin / kSlotsPerBlock * experts;
+    for (int64_t slot = begin; slot < end; ++slot) {
+      if (used(slot)) sorted[first[expert_of_slot[slot]] + place[expert_of_slot[slot]]++] = static_cast<int32_t>(slot);
+    }
+  });
+
+  // Blocks start at multiples of `alignment`; what passes the last row is dropped.
+  int64_t offset = 0;
+  expert_offsets[0] = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    int64_t kept = routed_counts[e];
+    if (capacity >= 0) kept = std::min(kept, capacity);
+    kept = std::max<int64_t>(0, std::min(kept, num_rows - offset));
+    expert_counts[e] = static_cast<int32_t>(kept);
+    offset = std::min(num_rows, offset + (kept + alignment - 1) / alignment * alignment);
+    expert_offsets[e + 1] = static_cast<int32_t>(offset);
+  }
+
+  std::fill(row_of_slot, row_of_slot + slots, -1);
+  std::fill(slot_of_row, slot_of_row + num_rows, -1);
+  parallel_blocks(call, experts, 1, [&](int64_t e, int64_t) {
+    int32_t* begin = sorted.data() + first[e];
+    int32_t* end = sorted.data() + first[e + 1];
+    const int64_t kept = expert_counts[e];
+    if (by_weight && kept < end - begin) {
+      // The largest weights, ties in row order; then row order again.
+      std::stable_sort(begin, end, [&](int32_t a, int32_t b) {
+        return math::order_key(weights[a]) > math::order_key(weights[b]);
+      });
+      std::sort(begin, begin + kept);
+    }
+    for (int64_t i = 0; i < kept; ++i) {
+      const int32_t row = static_cast<int32_t>(expert_offsets[e] + i);
+      slot_of_row[row] = begin[i];
+      row_of_slot[begin[i]] = row;
+    }
+  });
+  return {};
+}
+
+}  // namespace
+}  // namespace duomoe::cpu

@@ -1,0 +1,118 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What `route` and `route_bwd` do with one token: scores, weights and the split of the tokens over
+// sequences and chunks.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "../math/router.h"
+#include "../registry.h"
+#include "simd.h"
+
+namespace duomoe::cpu {
+
+// The options that both directions share.
+struct RouterOptions {
+  math::Score score;
+  bool normalize;
+  math::EpsMode eps_mode;
+  float eps;
+  float scale;
+
+  explicit RouterOptions(const Call& call)
+      : score(call.choice<math::Score>("score")),
+        eps_mode(call.choice<math::EpsMode>("eps_mode")),
+        eps(static_cast<float>(call.real("eps"))),
+        scale(static_cast<float>(call.real("scale"))) {
+    const auto choice = call.choice<math::Normalize>("normalize");
+    normalize = choice == math::Normalize::kAlways ||
+                (choice == math::Normalize::kIfKGreater1 && call.axis('K') > 1);
+  }
+};
+
+// Where the local tokens stand in the whole batch, which is cut into sequences of equal length. Under sharding
+// a call sees a slice that starts at `first`; tokens past `total` are padding of the slice.
+struct TokenRange {
+  int64_t first = 0, total = 0, sequence_length = 0;
+
+  explicit TokenRange(const Call& call) {
+    const TensorView& start = call.in("first_token");
+    first = start.present() ? *start.as<const int32_t>() : 0;
+    total = start.present() ? call.integer("total_tokens") : call.axis('T');
+    sequence_length = total / call.axis('S');
+  }
+  int64_t sequence(int64_t token) const { return (first + token) / sequence_length; }
+  bool inside(int64_t token) const { return first + token < total; }
+};
+
+// The arrays of one row, and the row's scalars.
+struct RouteRow {
+  int64_t experts;
+  std::vector<float> z, exponentials, scores_storage, probabilities;
+  float* scores;  // the probabilities themselves for softmax
+  RowScores row;
+
+  RouteRow(math::Score score, int64_t num_experts)
+      : experts(num_experts), z(num_experts), exponentials(num_experts), probabilities(num_experts) {
+    if (score != math::Score::kSoftmax) scores_storage.resize(num_experts);
+    scores = score == math::Score::kSoftmax ? probabilities.data() : scores_storage.data();
+  }
+
+  void compute(math::Score score, DType dtype, const void* logits) {
+    simd().load(dtype, logits, z.data(), experts);
+    row = simd().row_scores(score, z.data(), experts, exponentials.data(), scores, probabilities.data());
+  }
+};
+
+// Sum over the slots of a token, in the lane order of math/router.h.
+template <typename F>
+float slot_sum(int64_t top_k, F f) {
+  float lane[math::kLanes] = {};
+  for (int64_t k = 0; k < top_k; ++k) lane[k % math::kLanes] += f(k);
+  for (int width = math::kLanes / 2; width > 0; width /= 2) {
+    for (int l = 0; l < width; ++l) lane[l] += lane[l + width];
+  }
+  return lane[0];
+}
+
+// The weights of a token's slots before `scale`; unused slots (-1) get 0.
+inline math::Divisor row_weights(const RouterOptions& options, const RouteRow& r, const int32_t* indices,
+                                 int64_t top_k, float* weights) {
+  const float top_logit = [&] {
+    float top = -math::infinity();
+    for (int64_t k = 0; k < top_k; ++k) {
+      if (indices[k] >= 0 && r.z[indices[k]] > top) top = r.z[indices[k]];
+    }
+    return top;
+  }();
+  const float top = math::log_scale(options.score, top_logit, r.row.peak);
+  float eps = options.eps;
+  if (options.normalize && top < math::kRescueBelow && top > -math::infinity()) {
+    for (int64_t k = 0; k < top_k; ++k) {
+      const int32_t e = indices[k];
+      if (e < 0) {
+        weights[k] = 0.0f;
+        continue;
+      }
+      const float factor =
+          options.score == math::Score::kSoftmax ? r.row.inverse : math::score_factor(options.score, r.z[e]);
+      weights[k] = math::exp(math::log_scale(options.score, r.z[e], r.row.peak) - top) * factor;
+    }
+    eps = eps > 0.0f ? eps * math::exp(-top) : 0.0f;
+  } else {
+    for (int64_t k = 0; k < top_k; ++k) weights[k] = indices[k] >= 0 ? r.scores[indices[k]] : 0.0f;
+  }
+  const float sum = slot_sum(top_k, [&](int64_t k) { return weights[k]; });
+  const math::Divisor divisor = math::weight_divisor(options.normalize, options.eps_mode, sum, eps);
+  if (options.normalize) {
+    for (int64_t k = 0; k < top_k; ++k) {
+      if (indices[k] >= 0) weights[k] /= divisor.value;
+    }
+  }
+  return divisor;
+}
+
+}  // namespace duomoe::cpu

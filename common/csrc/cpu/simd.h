@@ -1,0 +1,69 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The inner loops of the CPU kernels, compiled once per instruction set from simd_loops.h and chosen when the
+// library is loaded. Every version gives the same bits: sums have a fixed order and `fma` is explicit.
+#pragma once
+
+#include <cstdint>
+
+#include "../math/router.h"
+#include "../tensor_view.h"
+
+namespace duomoe::cpu {
+
+// What one row of logits yields besides the arrays.
+struct RowScores {
+  float peak;       // largest logit
+  float inverse;    // 1 / sum of exp(z - peak)
+  float logsumexp;  // peak + log(sum of exp(z - peak))
+};
+
+// Columns of a product that one call of `product_tile` makes, and the depth that it sums before it adds to C.
+constexpr int kTileColumns = 32;
+constexpr int kTileDepth = 256;
+
+struct SimdLoops {
+  const char* name;
+  int tile_rows;  // rows of a product that one call of `product_tile` makes
+
+  void (*load)(DType dtype, const void* from, float* to, int64_t n);
+  void (*store)(DType dtype, const float* from, void* to, int64_t n);
+  // Rounds to a 16-bit type and back; leaves float32 alone.
+  void (*round_to)(DType dtype, float* values, int64_t n);
+
+  // From logits z[E]: exponentials[E] = exp(z - peak), scores[E] = s, probabilities[E] = P (softmax of z, or
+  // s / sum of s). For softmax scores and probabilities are the same array.
+  RowScores (*row_scores)(math::Score score, const float* z, int64_t n, float* exponentials, float* scores,
+                          float* probabilities);
+  // keys[e] = order_key(selection value); values[e] = selection value. bias may be null.
+  void (*selection)(const float* z, const float* chosen_on, const float* bias, int64_t n, float* values,
+                    uint32_t* keys);
+  // The part of a row's gradient that every expert gets:
+  // grad[e] = P_e (gP_e - sum P gP) slope_e + softmax_e * softmax_factor - s_e * rest.
+  void (*row_gradient)(math::Score score, const float* z, const float* exponentials, const float* scores,
+                       const float* probabilities, const float* grad_probabilities, float inverse,
+                       float softmax_factor, float rest, int64_t n, float* grad);
+
+  void (*accumulate)(const float* x, int64_t n, float* sum);                         // sum += x
+  void (*accumulate_scaled)(DType dtype, float factor, const void* x, int64_t n, float* sum);  // sum += factor x
+  void (*scale)(DType dtype, float factor, const void* x, int64_t n, void* y);        // y = factor x
+  float (*dot)(DType dtype, const void* x, const void* y, int64_t n);                 // in 32 lanes
+  void (*add)(DType dtype, const void* a, const void* b, int64_t n, void* out);
+  void (*swiglu)(DType dtype, const void* gate, const void* up, int64_t n, void* out);
+  void (*swiglu_bwd)(DType dtype, const void* grad, const void* gate, const void* up, int64_t n, void* grad_gate,
+                     void* grad_up);
+
+  // c[i][j] += sum over k, in order and with fma from 0, of a[k][i] * b[k][j] for i < tile_rows, j < kTileColumns.
+  // a and b are packed, depth by tile_rows and depth by kTileColumns; c has row stride `stride`.
+  void (*product_tile)(int64_t depth, const float* a, const float* b, float* c, int64_t stride);
+};
+
+const SimdLoops& simd();
+
+// One per instruction set that the build compiled.
+const SimdLoops& simd_base();
+const SimdLoops& simd_avx2();
+const SimdLoops& simd_avx512();
+
+}  // namespace duomoe::cpu

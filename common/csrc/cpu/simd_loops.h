@@ -1,0 +1,292 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The body of simd_base.cc, simd_avx2.cc and simd_avx512.cc. Everything is in an unnamed namespace and no
+// header of the standard library with inline functions comes in, so that no code for a wide instruction set
+// can be picked by the linker for the whole library. Plain loops: the compiler vectorises them.
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "simd.h"
+
+namespace duomoe::cpu {
+namespace {
+
+using namespace duomoe::math;
+
+template <typename F>
+void with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return f(float{});
+    case DType::kBFloat16:
+      return f(BFloat16{});
+    case DType::kFloat16:
+      return f(Float16{});
+    default:
+      return;
+  }
+}
+
+void load(DType dtype, const void* from, float* to, int64_t n) {
+  with_type(dtype, [=]<typename T>(T) {
+    const T* x = static_cast<const T*>(from);
+    for (int64_t i = 0; i < n; ++i) to[i] = to_float(x[i]);
+  });
+}
+
+void store(DType dtype, const float* from, void* to, int64_t n) {
+  with_type(dtype, [=]<typename T>(T) {
+    T* y = static_cast<T*>(to);
+    for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(from[i]);
+  });
+}
+
+void round_to(DType dtype, float* values, int64_t n) {
+  if (dtype == DType::kFloat32) return;
+  with_type(dtype, [=]<typename T>(T) {
+    for (int64_t i = 0; i < n; ++i) values[i] = to_float(from_float<T>(values[i]));
+  });
+}
+
+// sum over i of f(i), in the lane order of math/router.h.
+template <typename F>
+float lane_sum(int64_t n, F f) {
+  float lane[kLanes];
+  for (int l = 0; l < kLanes; ++l) lane[l] = 0.0f;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lane[l] += f(i + l);
+  }
+  for (; i < n; ++i) lane[i % kLanes] += f(i);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int l = 0; l < width; ++l) lane[l] += lane[l + width];
+  }
+  return lane[0];
+}
+
+float row_peak(const float* z, int64_t n) {
+  float lane[kLanes];
+  for (int l = 0; l < kLanes; ++l) lane[l] = -infinity();
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lane[l] = z[i + l] > lane[l] ? z[i + l] : lane[l];
+  }
+  for (; i < n; ++i) lane[0] = z[i] > lane[0] ? z[i] : lane[0];
+  float peak = lane[0];
+  for (int l = 1; l < kLanes; ++l) peak = lane[l] > peak ? lane[l] : peak;
+  return peak;
+}
+
+template <Score kScore>
+void row_probabilities(const float* z, int64_t n, float peak, float* scores, float* probabilities) {
+  for (int64_t i = 0; i < n; ++i) scores[i] = elementwise_score(kScore, z[i]);
+  const float top = log_scale(kScore, peak, peak);
+  if (top >= kRescueBelow) {
+    const float inverse = 1.0f / lane_sum(n, [=](int64_t i) { return scores[i]; });
+    for (int64_t i = 0; i < n; ++i) probabilities[i] = scores[i] * inverse;
+  } else {
+    for (int64_t i = 0; i < n; ++i) {
+      probabilities[i] = exp(log_scale(kScore, z[i], peak) - top) * score_factor(kScore, z[i]);
+    }
+    const float inverse = 1.0f / lane_sum(n, [=](int64_t i) { return probabilities[i]; });
+    for (int64_t i = 0; i < n; ++i) probabilities[i] *= inverse;
+  }
+}
+
+RowScores row_scores(Score score, const float* z, int64_t n, float* exponentials, float* scores,
+                     float* probabilities) {
+  RowScores row;
+  row.peak = row_peak(z, n);
+  const float peak = row.peak;
+  for (int64_t i = 0; i < n; ++i) exponentials[i] = exp(z[i] - peak);
+  const float sum = lane_sum(n, [=](int64_t i) { return exponentials[i]; });
+  row.inverse = 1.0f / sum;
+  row.logsumexp = peak + log(sum);
+  if (score == Score::kSoftmax) {
+    for (int64_t i = 0; i < n; ++i) scores[i] = exponentials[i] * row.inverse;
+  } else if (score == Score::kSigmoid) {
+    row_probabilities<Score::kSigmoid>(z, n, peak, scores, probabilities);
+  } else {
+    row_probabilities<Score::kSqrtSoftplus>(z, n, peak, scores, probabilities);
+  }
+  return row;
+}
+
+void selection(const float* z, const float* chosen_on, const float* bias, int64_t n, float* values, uint32_t* keys) {
+  if (bias) {
+    for (int64_t i = 0; i < n; ++i) values[i] = selection_value(z[i], chosen_on[i], bias[i]);
+  } else {
+    for (int64_t i = 0; i < n; ++i) values[i] = selection_value(z[i], chosen_on[i], 0.0f);
+  }
+  for (int64_t i = 0; i < n; ++i) keys[i] = order_key(values[i]);
+}
+
+template <Score kScore>
+void row_gradient_of(const float* z, const float* exponentials, const float* scores, const float* probabilities,
+                     const float* grad_probabilities, float inverse, float softmax_factor, float rest, int64_t n,
+                     float* grad) {
+  const float mean = lane_sum(n, [=](int64_t i) { return probabilities[i] * grad_probabilities[i]; });
+  for (int64_t i = 0; i < n; ++i) {
+    grad[i] = probabilities[i] * (grad_probabilities[i] - mean) * log_score_slope(kScore, z[i]);
+  }
+  if (softmax_factor != 0.0f) {
+    for (int64_t i = 0; i < n; ++i) grad[i] = fma(exponentials[i] * inverse, softmax_factor, grad[i]);
+  }
+  if (rest != 0.0f) {
+    for (int64_t i = 0; i < n; ++i) grad[i] = fma(-scores[i], rest, grad[i]);
+  }
+}
+
+void row_gradient(Score score, const float* z, const float* exponentials, const float* scores,
+                  const float* probabilities, const float* grad_probabilities, float inverse, float softmax_factor,
+                  float rest, int64_t n, float* grad) {
+  const auto f = score == Score::kSoftmax   ? row_gradient_of<Score::kSoftmax>
+                 : score == Score::kSigmoid ? row_gradient_of<Score::kSigmoid>
+                                            : row_gradient_of<Score::kSqrtSoftplus>;
+  f(z, exponentials, scores, probabilities, grad_probabilities, inverse, softmax_factor, rest, n, grad);
+}
+
+void accumulate(const float* x, int64_t n, float* sum) {
+  for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
+}
+
+void accumulate_scaled(DType dtype, float factor, const void* from, int64_t n, float* sum) {
+  with_type(dtype, [=]<typename T>(T) {
+    const T* x = static_cast<const T*>(from);
+    for (int64_t i = 0; i < n; ++i) sum[i] = fma(factor, to_float(x[i]), sum[i]);
+  });
+}
+
+void scale(DType dtype, float factor, const void* from, int64_t n, void* to) {
+  with_type(dtype, [=]<typename T>(T) {
+    const T* x = static_cast<const T*>(from);
+    T* y = static_cast<T*>(to);
+    for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(factor * to_float(x[i]));
+  });
+}
+
+float dot(DType dtype, const void* a, const void* b, int64_t n) {
+  float result = 0.0f;
+  with_type(dtype, [=, &result]<typename T>(T) {
+    const T* x = static_cast<const T*>(a);
+    const T* y = static_cast<const T*>(b);
+    result = lane_sum(n, [=](int64_t i) { return to_float(x[i]) * to_float(y[i]); });
+  });
+  return result;
+}
+
+void add(DType dtype, const void* a, const void* b, int64_t n, void* out) {
+  with_type(dtype, [=]<typename T>(T) {
+    const T* x = static_cast<const T*>(a);
+    const T* y = static_cast<const T*>(b);
+    T* z = static_cast<T*>(out);
+    for (int64_t i = 0; i < n; ++i) z[i] = from_float<T>(to_float(x[i]) + to_float(y[i]));
+  });
+}
+
+void swiglu(DType dtype, const void* gate, const void* up, int64_t n, void* out) {
+  with_type(dtype, [=]<typename T>(T) {
+    const T* g = static_cast<const T*>(gate);
+    const T* u = static_cast<const T*>(up);
+    T* y = static_cast<T*>(out);
+    for (int64_t i = 0; i < n; ++i) {
+      const float x = to_float(g[i]);
+      y[i] = from_float<T>(x * sigmoid(x) * to_float(u[i]));
+    }
+  });
+}
+
+// silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x)))
+void swiglu_bwd(DType dtype, const void* grad, const void* gate, const void* up, int64_t n, void* grad_gate,
+                void* grad_up) {
+  with_type(dtype, [=]<typename T>(T) {
+    const T* d = static_cast<const T*>(grad);
+    const T* g = static_cast<const T*>(gate);
+    const T* u = static_cast<const T*>(up);
+    T* dg = static_cast<T*>(grad_gate);
+    T* du = static_cast<T*>(grad_up);
+    for (int64_t i = 0; i < n; ++i) {
+      const float x = to_float(g[i]), y = to_float(d[i]);
+      const float t = exp(-absolute(x)), divisor = 1.0f + t;
+      const float s = (x >= 0.0f ? 1.0f : t) / divisor, complement = (x >= 0.0f ? t : 1.0f) / divisor;
+      du[i] = from_float<T>(y * (x * s));
+      dg[i] = from_float<T>(y * to_float(u[i]) * (s * fma(x, complement, 1.0f)));
+    }
+  });
+}
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+// 12 x 32 sums in 24 registers of 16 floats, or 3 x 32 in 12 registers of 8.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12, kWidth = 16;
+using Vector = __m512;
+inline __attribute__((always_inline)) Vector load_vector(const float* p) { return _mm512_loadu_ps(p); }
+inline __attribute__((always_inline)) Vector broadcast(float x) { return _mm512_set1_ps(x); }
+inline __attribute__((always_inline)) Vector fma_vector(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+inline __attribute__((always_inline)) void add_to(float* p, Vector x) {
+  _mm512_storeu_ps(p, _mm512_add_ps(_mm512_loadu_ps(p), x));
+}
+#else
+constexpr int kTileRows = 3, kWidth = 8;
+using Vector = __m256;
+inline __attribute__((always_inline)) Vector load_vector(const float* p) { return _mm256_loadu_ps(p); }
+inline __attribute__((always_inline)) Vector broadcast(float x) { return _mm256_set1_ps(x); }
+inline __attribute__((always_inline)) Vector fma_vector(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+inline __attribute__((always_inline)) void add_to(float* p, Vector x) {
+  _mm256_storeu_ps(p, _mm256_add_ps(_mm256_loadu_ps(p), x));
+}
+#endif
+
+void product_tile(int64_t depth, const float* a, const float* b, float* c, int64_t stride) {
+  constexpr int kParts = kTileColumns / kWidth;
+  Vector sum[kTileRows][kParts];
+#pragma GCC unroll 12
+  for (int i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kParts; ++j) sum[i][j] = broadcast(0.0f);
+  }
+  for (int64_t k = 0; k < depth; ++k) {
+    Vector y[kParts];
+#pragma GCC unroll 4
+    for (int j = 0; j < kParts; ++j) y[j] = load_vector(b + k * kTileColumns + j * kWidth);
+#pragma GCC unroll 12
+    for (int i = 0; i < kTileRows; ++i) {
+      const Vector x = broadcast(a[k * kTileRows + i]);
+#pragma GCC unroll 4
+      for (int j = 0; j < kParts; ++j) sum[i][j] = fma_vector(x, y[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < kTileRows; ++i) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kParts; ++j) add_to(c + i * stride + j * kWidth, sum[i][j]);
+  }
+}
+#else
+constexpr int kTileRows = 4;
+
+void product_tile(int64_t depth, const float* a, const float* b, float* c, int64_t stride) {
+  float sum[kTileRows][kTileColumns] = {};
+  for (int64_t k = 0; k < depth; ++k) {
+    for (int i = 0; i < kTileRows; ++i) {
+      for (int j = 0; j < kTileColumns; ++j) {
+        sum[i][j] = fma(a[k * kTileRows + i], b[k * kTileColumns + j], sum[i][j]);
+      }
+    }
+  }
+  for (int i = 0; i < kTileRows; ++i) {
+    for (int j = 0; j < kTileColumns; ++j) c[i * stride + j] += sum[i][j];
+  }
+}
+#endif
+
+constexpr SimdLoops loops(const char* name) {
+  return {name,       kTileRows,         load,  store, round_to, row_scores, selection,  row_gradient,
+          accumulate, accumulate_scaled, scale, dot,   add,      swiglu,     swiglu_bwd, product_tile};
+}
+
+}  // namespace
+}  // namespace duomoe::cpu

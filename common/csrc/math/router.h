@@ -1,0 +1,105 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The router's formulas for one expert of one token, and the orders in which sums are taken. Both backends
+// call these and nothing else, so that a CPU run proves a GPU run.
+//
+// A score is kept as s = exp(a) * q with a <= 0 and q in (0, inf), so that ratios of scores exist even where
+// the scores themselves underflow:
+//   softmax       a = z - max z       q = 1            s = exp(a) / D,  D = sum over all experts of exp(a)
+//   sigmoid       a = min(z, 0)       q = 1 / (1 + exp(-|z|))
+//   sqrtsoftplus  a = min(z, 0) / 2   q = sqrt(softplus(z)) for z >= 0, sqrt(log1p(exp(z)) / exp(z)) below
+#pragma once
+
+#include "scalar.h"
+
+namespace duomoe::math {
+
+// The orders of the choices in the op table.
+enum class Score { kSoftmax, kSigmoid, kSqrtSoftplus };
+enum class SelectOn { kScore, kLogit };
+enum class Normalize { kNever, kAlways, kIfKGreater1 };
+enum class EpsMode { kAdd, kClamp };
+enum class Counts { kActual, kUnbiased };
+
+// Sums over the experts of a row: lane l adds experts l, l + 32, l + 64, ... in order, then lanes are joined
+// in a butterfly (l with l ^ 16, 8, 4, 2, 1).
+constexpr int kLanes = 32;
+
+// Sums over the tokens of a sequence: it is cut into at most kMaxChunks chunks; within a chunk, stream j adds
+// tokens j, j + kStreams, ... in order; the streams are joined in order, then the chunks in order.
+constexpr int kStreams = 8;
+constexpr int kChunkTokens = 64;
+constexpr int kMaxChunks = 256;
+DUOMOE_FN int64_t chunk_length(int64_t sequence_tokens) {
+  const int64_t span = static_cast<int64_t>(kChunkTokens) * kMaxChunks;
+  return kChunkTokens * ((sequence_tokens + span - 1) / span > 0 ? (sequence_tokens + span - 1) / span : 1);
+}
+
+// Below this log scale a row's scores may underflow, and ratios are taken relative to the row's largest one.
+constexpr float kRescueBelow = -60.0f;
+
+// The log scale a; for softmax, `peak` is the row's largest logit.
+DUOMOE_FN float log_scale(Score score, float z, float peak) {
+  if (score == Score::kSoftmax) return z - peak;
+  const float a = z < 0.0f ? z : 0.0f;
+  return score == Score::kSigmoid ? a : 0.5f * a;
+}
+
+DUOMOE_FN float softplus(float z) {
+  const float l = log1p_unit(exp(-absolute(z)));
+  return z >= 0.0f ? z + l : l;
+}
+
+// log1p(t) / t for t in [0, 1]; 1 where t is so small that log1p(t) = t.
+DUOMOE_FN float log1p_ratio(float t) { return t < 1e-8f ? 1.0f : log1p_unit(t) / t; }
+
+// The factor q, for the scores without a row normaliser.
+DUOMOE_FN float score_factor(Score score, float z) {
+  const float t = exp(-absolute(z));
+  if (score == Score::kSigmoid) return 1.0f / (1.0f + t);
+  return square_root(z >= 0.0f ? z + log1p_unit(t) : log1p_ratio(t));
+}
+
+// s for sigmoid and sqrtsoftplus.
+DUOMOE_FN float elementwise_score(Score score, float z) {
+  return score == Score::kSigmoid ? sigmoid(z) : square_root(softplus(z));
+}
+
+// d ln s / dz: 1 - sigmoid(z), and sigmoid(z) / (2 softplus(z)), which tends to 1/2 as z falls.
+// For softmax the part that the row normaliser adds, -p, is handled with the row.
+DUOMOE_FN float log_score_slope(Score score, float z) {
+  if (score == Score::kSoftmax) return 1.0f;
+  const float t = exp(-absolute(z));
+  if (score == Score::kSigmoid) return (z >= 0.0f ? t : 1.0f) / (1.0f + t);
+  const float ratio = z >= 0.0f ? 1.0f / ((1.0f + t) * (z + log1p_unit(t))) : 1.0f / ((1.0f + t) * log1p_ratio(t));
+  return 0.5f * ratio;
+}
+
+// The selection value: a logit of -inf marks an expert that ranks below every finite one, whatever its bias.
+DUOMOE_FN float selection_value(float z, float chosen_on, float bias) {
+  return z == -infinity() ? z : chosen_on + bias;
+}
+
+// The divisor of normalised weights, and how it acts on the gradient. With w the weights before `scale`, g
+// their cotangents times `scale` and G = sum g w:
+//   dL/dz_e = w_e (g_e - own * G) * slope(z_e)   for selected e,
+//             and for softmax besides, for every e, -p_e * rest * G.
+// add: own = 1, rest = eps / (sum + eps).  clamp: own = 1, rest = 0 above eps; own = 0, rest = 1 at the clamp.
+// not normalised: own = 0, rest = 1.
+struct Divisor {
+  float value;
+  float own;
+  float rest;
+};
+DUOMOE_FN Divisor weight_divisor(bool normalize, EpsMode mode, float sum, float eps) {
+  if (!normalize) return {1.0f, 0.0f, 1.0f};
+  if (mode == EpsMode::kAdd) {
+    const float value = sum + eps;
+    return {value, 1.0f, eps < infinity() ? (eps > 0.0f ? eps / value : 0.0f) : 1.0f};
+  }
+  if (sum < eps) return {eps, 0.0f, 1.0f};
+  return {sum, 1.0f, 0.0f};
+}
+
+}  // namespace duomoe::math

@@ -1,0 +1,352 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+#include "op_table.h"
+
+#include <sstream>
+
+namespace duomoe {
+namespace {
+
+AttributeSpec integer(std::string name, int64_t minimum, std::string axis = "") {
+  return {.name = std::move(name), .kind = AttributeKind::kInt, .minimum = minimum, .axis = std::move(axis)};
+}
+AttributeSpec real(std::string name) { return {.name = std::move(name), .kind = AttributeKind::kFloat}; }
+AttributeSpec choice(std::string name, std::vector<std::string> choices) {
+  return {.name = std::move(name), .kind = AttributeKind::kChoice, .choices = std::move(choices)};
+}
+AttributeSpec dtype(std::string name, std::string dtype_of = "") {
+  return {.name = std::move(name),
+          .kind = AttributeKind::kChoice,
+          .choices = float_dtypes(),
+          .dtype_of = std::move(dtype_of)};
+}
+
+constexpr bool kOptional = true;
+
+// The options of `route` that its backward needs too. Orders match the enums of math/router.h.
+std::vector<AttributeSpec> router_options(bool forward) {
+  std::vector<AttributeSpec> options = {
+      integer("top_k", 1, "K"),
+      choice("score", {"softmax", "sigmoid", "sqrtsoftplus"}),
+      choice("normalize", {"never", "always", "if_k_gt_1"}),
+      real("eps"),
+      choice("eps_mode", {"add", "clamp"}),
+      real("scale"),
+      integer("num_sequences", 1, "S"),
+      integer("total_tokens", 0),
+  };
+  if (forward) {
+    options.insert(options.end(), {
+                                      choice("select_on", {"score", "logit"}),
+                                      integer("num_groups", 1),
+                                      integer("group_top_k", 1),
+                                      integer("group_score_k", 1),
+                                      choice("counts", {"actual", "unbiased"}),
+                                  });
+  }
+  return options;
+}
+
+std::vector<OpSpec> make_table() {
+  std::vector<OpSpec> ops;
+
+  // --- gate -----------------------------------------------------------------------------------------
+  ops.push_back({
+      .name = "gate",
+      .summary = "logits = x . router + router_bias: operands rounded to gate_dtype, summed in float32, "
+                 "rounded once to gate_dtype.",
+      .inputs = {{"x", "T D", "<x>"}, {"router", "D E", "<w>"}, {"router_bias", "E", "<b>", kOptional}},
+      .outputs = {{"logits", "T E", "@gate_dtype"}},
+      .attributes = {dtype("gate_dtype")},
+      .backward = {"gate_bwd_x", "gate_bwd_params"},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "gate_bwd_x",
+      .summary = "grad_x = grad_logits . router^T.",
+      .inputs = {{"grad_logits", "T E", "@gate_dtype"}, {"router", "D E", "<w>"}},
+      .outputs = {{"grad_x", "T D", "@x_dtype"}},
+      .attributes = {dtype("gate_dtype"), dtype("x_dtype", "x")},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "gate_bwd_params",
+      .summary = "grad_router = x^T . grad_logits and grad_router_bias = sum over tokens of grad_logits.",
+      .inputs = {{"grad_logits", "T E", "@gate_dtype"}, {"x", "T D", "<x>"}},
+      .outputs = {{"grad_router", "D E", "@router_dtype"}, {"grad_router_bias", "E", "@router_bias_dtype"}},
+      .attributes = {dtype("gate_dtype"), dtype("router_dtype", "router"),
+                     dtype("router_bias_dtype", "router_bias")},
+      .shard_axes = "T",
+  });
+
+  // --- route ----------------------------------------------------------------------------------------
+  ops.push_back({
+      .name = "route",
+      .summary = "Top-K selection, weights and the statistics of both losses, in one pass over the logits.",
+      .inputs = {{"logits", "T E", "<x>"},
+                 {"bias", "E", "float32", kOptional},
+                 {"given_indices", "T K", "int32", kOptional},
+                 {"token_mask", "T", "bool", kOptional},
+                 {"first_token", "", "int32", kOptional}},
+      .outputs = {{"indices", "T K", "int32"},
+                  {"weights", "T K", "float32"},
+                  {"expert_counts", "E", "int32"},
+                  {"sequence_counts", "S E", "int32"},
+                  {"score_sums", "S E", "float32"},
+                  {"logsumexp_sq", "S", "float32"},
+                  {"num_tokens", "S", "int32"}},
+      .attributes = router_options(/*forward=*/true),
+      .backward = {"route_bwd"},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "route_bwd",
+      .summary = "Gradient of the weights, score_sums and logsumexp_sq with respect to the logits, "
+                 "recomputed from the logits in one pass.",
+      .inputs = {{"logits", "T E", "<x>"},
+                 {"indices", "T K", "int32"},
+                 {"token_mask", "T", "bool", kOptional},
+                 {"first_token", "", "int32", kOptional},
+                 {"grad_weights", "T K", "float32"},
+                 {"grad_score_sums", "S E", "float32"},
+                 {"grad_logsumexp_sq", "S", "float32"}},
+      .outputs = {{"grad_logits", "T E", "<x>"}},
+      .attributes = router_options(/*forward=*/false),
+      .shard_axes = "T",
+  });
+
+  // --- losses ---------------------------------------------------------------------------------------
+  ops.push_back({
+      .name = "load_balancing_loss",
+      .summary = "coeff * mean over sequences with n > 0 of E / (K n^2) * sum_e counts_e * score_sums_e.",
+      .inputs = {{"sequence_counts", "S E", "int32"}, {"score_sums", "S E", "float32"}, {"num_tokens", "S", "int32"}},
+      .outputs = {{"loss", "", "float32"}},
+      .attributes = {integer("top_k", 1), real("coeff")},
+      .backward = {"load_balancing_loss_bwd"},
+  });
+  ops.push_back({
+      .name = "load_balancing_loss_bwd",
+      .summary = "grad_score_sums[s, e] = grad_loss * coeff * E / (K n_s^2 #{n > 0}) * counts[s, e].",
+      .inputs = {{"sequence_counts", "S E", "int32"}, {"num_tokens", "S", "int32"}, {"grad_loss", "", "float32"}},
+      .outputs = {{"grad_score_sums", "S E", "float32"}},
+      .attributes = {integer("top_k", 1), real("coeff")},
+  });
+  ops.push_back({
+      .name = "z_loss",
+      .summary = "coeff * sum(logsumexp_sq) / sum(num_tokens); 0 without tokens.",
+      .inputs = {{"logsumexp_sq", "S", "float32"}, {"num_tokens", "S", "int32"}},
+      .outputs = {{"loss", "", "float32"}},
+      .attributes = {real("coeff")},
+      .backward = {"z_loss_bwd"},
+  });
+  ops.push_back({
+      .name = "z_loss_bwd",
+      .summary = "grad_logsumexp_sq[s] = grad_loss * coeff / sum(num_tokens).",
+      .inputs = {{"num_tokens", "S", "int32"}, {"grad_loss", "", "float32"}},
+      .outputs = {{"grad_logsumexp_sq", "S", "float32"}},
+      .attributes = {real("coeff")},
+  });
+
+  // --- dispatch -------------------------------------------------------------------------------------
+  ops.push_back({
+      .name = "plan_dispatch",
+      .summary = "Stable order of the slots by expert, with capacity, alignment and a bound on the rows.",
+      .inputs = {{"indices", "T K", "int32"}, {"weights", "T K", "float32", kOptional}},
+      .outputs = {{"row_of_slot", "T K", "int32"},
+                  {"slot_of_row", "R", "int32"},
+                  {"expert_counts", "E", "int32"},
+                  {"routed_counts", "E", "int32"},
+                  {"expert_offsets", "E+1", "int32"}},
+      .attributes = {integer("num_experts", 1, "E"), integer("num_rows", 0, "R"), integer("capacity", -1),
+                     choice("drop_order", {"position", "weight"}), integer("alignment", 1)},
+  });
+  ops.push_back({
+      .name = "permute",
+      .summary = "rows[r] = x[slot_of_row[r] / K]; rows without a slot are zero.",
+      .inputs = {{"x", "T D", "<x>"}, {"row_of_slot", "T K", "int32"}, {"slot_of_row", "R", "int32"}},
+      .outputs = {{"rows", "R D", "<x>"}},
+      .attributes = {},
+      .backward = {"permute_bwd"},
+      .shard_axes = "D",
+  });
+  ops.push_back({
+      .name = "permute_bwd",
+      .summary = "grad_x[t] = sum over k, in slot order and float32, of grad_rows[row_of_slot[t, k]].",
+      .inputs = {{"grad_rows", "R D", "<x>"}, {"row_of_slot", "T K", "int32"}},
+      .outputs = {{"grad_x", "T D", "<x>"}},
+      .attributes = {},
+      .shard_axes = "D",
+  });
+  ops.push_back({
+      .name = "combine",
+      .summary = "y[t] = sum over k, in slot order and float32, of weights[t, k] * rows[row_of_slot[t, k]].",
+      .inputs = {{"rows", "R D", "<x>"},
+                 {"row_of_slot", "T K", "int32"},
+                 {"slot_of_row", "R", "int32"},
+                 {"weights", "T K", "float32", kOptional}},
+      .outputs = {{"y", "T D", "<x>"}},
+      .attributes = {},
+      .backward = {"combine_bwd"},
+      .shard_axes = "D",
+  });
+  ops.push_back({
+      .name = "combine_bwd",
+      .summary = "grad_rows = weight * grad_y of the row's token; grad_weights = dot(grad_y, rows).",
+      .inputs = {{"grad_y", "T D", "<x>"},
+                 {"rows", "R D", "<x>"},
+                 {"row_of_slot", "T K", "int32"},
+                 {"slot_of_row", "R", "int32"},
+                 {"weights", "T K", "float32", kOptional}},
+      .outputs = {{"grad_rows", "R D", "<x>"}, {"grad_weights", "T K", "float32"}},
+      .attributes = {},
+      .shard_axes = "D",
+  });
+
+  // --- experts --------------------------------------------------------------------------------------
+  ops.push_back({
+      .name = "grouped_matmul",
+      .summary = "out[r] = rows[r] . w[e] for the rows of expert e, summed in float32; other rows are zero.",
+      .inputs = {{"rows", "R D", "<x>"},
+                 {"w", "E D N", "<w>"},
+                 {"expert_offsets", "E+1", "int32"},
+                 {"expert_counts", "E", "int32"}},
+      .outputs = {{"out", "R N", "@out_dtype"}},
+      .attributes = {dtype("out_dtype")},
+      .backward = {"grouped_matmul_bwd_rows", "grouped_matmul_bwd_w"},
+      .shard_axes = "N",
+  });
+  ops.push_back({
+      .name = "grouped_matmul_bwd_rows",
+      .summary = "grad_rows[r] = grad_out[r] . w[e]^T.",
+      .inputs = {{"grad_out", "R N", "<g>"},
+                 {"w", "E D N", "<w>"},
+                 {"expert_offsets", "E+1", "int32"},
+                 {"expert_counts", "E", "int32"}},
+      .outputs = {{"grad_rows", "R D", "@rows_dtype"}},
+      .attributes = {dtype("rows_dtype", "rows")},
+      .shard_axes = "D",
+  });
+  ops.push_back({
+      .name = "grouped_matmul_bwd_w",
+      .summary = "grad_w[e] = rows^T . grad_out over the rows of expert e; exactly 0 for an expert without rows.",
+      .inputs = {{"rows", "R D", "<x>"},
+                 {"grad_out", "R N", "<g>"},
+                 {"expert_offsets", "E+1", "int32"},
+                 {"expert_counts", "E", "int32"}},
+      .outputs = {{"grad_w", "E D N", "@w_dtype"}},
+      .attributes = {dtype("w_dtype", "w")},
+      .shard_axes = "D N",
+  });
+  ops.push_back({
+      .name = "swiglu",
+      .summary = "out = silu(gate) * up in float32, rounded once; silu(x) = x / (1 + exp(-x)).",
+      .inputs = {{"gate", "R F", "<x>"}, {"up", "R F", "<x>"}},
+      .outputs = {{"out", "R F", "<x>"}},
+      .attributes = {},
+      .backward = {"swiglu_bwd"},
+      .shard_axes = "R F",
+  });
+  ops.push_back({
+      .name = "swiglu_bwd",
+      .summary = "grad_gate = grad_out * up * silu'(gate), grad_up = grad_out * silu(gate).",
+      .inputs = {{"grad_out", "R F", "<x>"}, {"gate", "R F", "<x>"}, {"up", "R F", "<x>"}},
+      .outputs = {{"grad_gate", "R F", "<x>"}, {"grad_up", "R F", "<x>"}},
+      .attributes = {},
+      .shard_axes = "R F",
+  });
+
+  // --- plumbing -------------------------------------------------------------------------------------
+  ops.push_back({
+      .name = "add",
+      .summary = "out = a + b in float32, rounded once. It joins the cotangents of a tensor that a block uses "
+                 "twice, because the frameworks' own additions may flush denormals.",
+      .inputs = {{"a", "R D", "<x>"}, {"b", "R D", "<x>"}},
+      .outputs = {{"out", "R D", "<x>"}},
+      .attributes = {},
+      .shard_axes = "R D",
+  });
+  return ops;
+}
+
+void quote(std::ostream& os, const std::string& text) {
+  os << '"';
+  for (char c : text) {
+    if (c == '"' || c == '\\') os << '\\';
+    os << c;
+  }
+  os << '"';
+}
+
+template <typename T, typename Write>
+void list(std::ostream& os, const std::vector<T>& items, Write write) {
+  os << '[';
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (i) os << ", ";
+    write(items[i]);
+  }
+  os << ']';
+}
+
+}  // namespace
+
+const std::vector<std::string>& float_dtypes() {
+  static const std::vector<std::string> names = {"float32", "bfloat16", "float16"};
+  return names;
+}
+
+const std::vector<OpSpec>& op_table() {
+  static const std::vector<OpSpec> table = make_table();
+  return table;
+}
+
+int op_index(std::string_view name) {
+  const auto& table = op_table();
+  for (size_t i = 0; i < table.size(); ++i) {
+    if (table[i].name == name) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+std::string op_table_json() {
+  std::ostringstream os;
+  auto text = [&](const std::string& s) { quote(os, s); };
+  auto field = [&](const char* key, const std::string& value, bool first = false) {
+    os << (first ? "" : ", ") << '"' << key << "\": ";
+    quote(os, value);
+  };
+  auto tensor = [&](const TensorSpec& t) {
+    os << '{';
+    field("name", t.name, true);
+    field("axes", t.axes);
+    field("dtype", t.dtype);
+    os << ", \"optional\": " << (t.optional ? "true" : "false") << '}';
+  };
+  list(os, op_table(), [&](const OpSpec& op) {
+    os << '{';
+    field("name", op.name, true);
+    field("summary", op.summary);
+    field("shard_axes", op.shard_axes);
+    os << ", \"inputs\": ";
+    list(os, op.inputs, tensor);
+    os << ", \"outputs\": ";
+    list(os, op.outputs, tensor);
+    os << ", \"attributes\": ";
+    list(os, op.attributes, [&](const AttributeSpec& a) {
+      static const char* kinds[] = {"int", "float", "choice"};
+      os << '{';
+      field("name", a.name, true);
+      field("kind", kinds[static_cast<int>(a.kind)]);
+      field("axis", a.axis);
+      field("dtype_of", a.dtype_of);
+      os << ", \"minimum\": " << a.minimum << ", \"choices\": ";
+      list(os, a.choices, text);
+      os << '}';
+    });
+    os << ", \"backward\": ";
+    list(os, op.backward, text);
+    os << '}';
+  });
+  return os.str();
+}
+
+}  // namespace duomoe

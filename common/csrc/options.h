@@ -1,0 +1,13 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Rules between options and shapes that the op table cannot state, checked for every backend.
+#pragma once
+
+#include "registry.h"
+
+namespace duomoe {
+
+Status check_options(const Call& call);
+
+}  // namespace duomoe

@@ -1,0 +1,14 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""duomoe: Mixture-of-Experts routing, losses and dispatch for JAX and PyTorch, from one core.
+
+This package holds what both front ends share and neither framework owns; it imports neither. The functions
+are in `jax_frontend` and `torch_frontend`, with the same names and arguments.
+"""
+
+from duomoe.config import RouterConfig
+from duomoe.results import DispatchPlan, MoEOutput, MoEParams, Routing
+
+__version__ = "0.1.0"
+
+__all__ = ["DispatchPlan", "MoEOutput", "MoEParams", "RouterConfig", "Routing", "__version__"]

@@ -1,0 +1,153 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""RouterConfig: the options of a router, validated when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any, Literal
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SCORE_SCOPES = ("all", "selected")
+SELECT_ON = ("score", "logit")
+NORMALIZE = (True, False, "if_k_gt_1")
+EPS_MODES = ("add", "clamp")
+COUNTS = ("actual", "unbiased")
+
+
+def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    # `is` for the bools, since 1 == True.
+    if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < low or (high is not None and value > high):
+        bound = f"between {low} and {high}" if high is not None else f"at least {low}"
+        raise ValueError(f"{name} must be {bound}, got {value}")
+
+
+def _number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a float, got {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How tokens choose experts and how the choices are weighted. Frozen, hashable, safe as a static argument.
+
+    Attributes:
+        num_experts: E.
+        top_k: K experts per token, 1 <= K <= E.
+        score: s(z): "softmax" (over all experts), "sigmoid", or "sqrtsoftplus" = sqrt(log(1 + e^z)).
+        score_scope: "selected" takes the softmax over the selected experts only (softmax, select_on="logit").
+        select_on: experts are ranked by "score" + bias or by "logit" + bias.
+        num_groups: G groups of E / G neighbouring experts.
+        group_top_k: groups that stay; they must hold at least K experts.
+        group_score_k: a group's value is the sum of its best `group_score_k` selection values (1 = the largest).
+        normalize: divide the weights by their sum; "if_k_gt_1" leaves K = 1 alone.
+        eps: joins the sum as eps_mode says: "add" sum + eps, "clamp" max(sum, eps).
+        eps_mode: "add" or "clamp".
+        scale: the last factor of every weight.
+        counts: what the load-balancing loss counts: the "actual" routing, or an "unbiased" plain top-K of the
+            scores without bias and groups.
+
+    Raises:
+        ValueError, TypeError: on an option that is out of range or contradicts another.
+    """
+
+    num_experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    score_scope: Literal["all", "selected"] = "all"
+    select_on: Literal["score", "logit"] = "score"
+    num_groups: int = 1
+    group_top_k: int = 1
+    group_score_k: int = 2
+    normalize: bool | Literal["if_k_gt_1"] = True
+    eps: float = 0.0
+    eps_mode: Literal["add", "clamp"] = "add"
+    scale: float = 1.0
+    counts: Literal["actual", "unbiased"] = "actual"
+
+    def __post_init__(self) -> None:
+        _integer("num_experts", self.num_experts, 1)
+        if isinstance(self.top_k, int) and not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(
+                f"top_k must be between 1 and the number of experts ({self.num_experts}), got {self.top_k}"
+            )
+        _integer("top_k", self.top_k, 1)
+        _choice("score", self.score, SCORES)
+        _choice("score_scope", self.score_scope, SCORE_SCOPES)
+        _choice("select_on", self.select_on, SELECT_ON)
+        _choice("normalize", self.normalize, NORMALIZE)
+        _choice("eps_mode", self.eps_mode, EPS_MODES)
+        _choice("counts", self.counts, COUNTS)
+        _integer("num_groups", self.num_groups, 1, self.num_experts)
+        _integer("group_top_k", self.group_top_k, 1, self.num_groups)
+        _integer("group_score_k", self.group_score_k, 1)
+        _number("eps", self.eps)
+        _number("scale", self.scale)
+        if self.eps < 0:
+            raise ValueError(f"eps must not be negative, got {self.eps}")
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})"
+            )
+        kept = self.group_top_k * (self.num_experts // self.num_groups)
+        if kept < self.top_k:
+            raise ValueError(
+                f"group_top_k = {self.group_top_k} keeps {kept} experts, fewer than top_k = {self.top_k}"
+            )
+        if self.score_scope == "selected":
+            if self.score != "softmax":
+                raise ValueError(f"score_scope='selected' is for score='softmax' only, got {self.score!r}")
+            if self.select_on != "logit":
+                raise ValueError("score_scope='selected' needs select_on='logit'")
+            if self.eps != 0:
+                raise ValueError(
+                    f"score_scope='selected' needs eps=0, its weights already sum to one; got {self.eps}"
+                )
+
+    def attributes(self, *, num_sequences: int) -> dict[str, Any]:
+        """The static attributes of the core's `route` op."""
+        # A softmax over the selected experts equals the softmax over all of them, divided by its sum.
+        normalize = True if self.score_scope == "selected" else self.normalize
+        return {
+            "top_k": self.top_k,
+            "score": self.score,
+            "normalize": {True: "always", False: "never"}.get(normalize, normalize),  # type: ignore[call-overload]
+            "eps": float(self.eps),
+            "eps_mode": self.eps_mode,
+            "scale": float(self.scale),
+            "num_sequences": num_sequences,
+            "total_tokens": 0,
+            "select_on": self.select_on,
+            "num_groups": self.num_groups,
+            "group_top_k": self.group_top_k,
+            "group_score_k": self.group_score_k,
+            "counts": self.counts,
+        }
+
+    def to_json(self) -> str:
+        """The options as a JSON object; `RouterConfig.from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RouterConfig:
+        """Make a config from what `to_json` wrote.
+
+        Raises:
+            ValueError: on an option that RouterConfig does not have.
+        """
+        options = json.loads(text)
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(options) - known):
+            raise ValueError(f"unknown router option {unknown[0]!r}; allowed: {', '.join(sorted(known))}")
+        return cls(**options)

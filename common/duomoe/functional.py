@@ -1,0 +1,427 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions, written once over what a front end provides.
+
+    x[T,D] -> gate                        -> logits[T,E]
+      -> route          indices[T,K], weights[T,K], statistics[S,E]
+      -> plan_dispatch  row_of_slot[T,K], slot_of_row[R], expert_offsets[E+1], counts[E]
+      -> permute        rows[R,D]         -> grouped_matmul, swiglu, grouped_matmul
+      -> combine        y[T,D]
+    losses: load_balancing_loss(routing), z_loss(routing)
+
+Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product,
+F expert hidden width, R permuted rows, S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from duomoe.config import RouterConfig
+from duomoe.ops import FLOAT_DTYPES
+from duomoe.results import Array, DispatchPlan, MoEOutput, MoEParams, Routing
+
+INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+
+
+class FrontEnd(Protocol):
+    """What a framework provides; see jax_frontend/frontend.py and torch_frontend/frontend.py."""
+
+    def check_array(self, name: str, value: Any) -> Array:
+        """`value` as an array of the framework; TypeError naming the argument if it is none."""
+
+    def dtype(self, x: Array) -> str:
+        """The dtype's name, as NumPy or ml_dtypes writes it."""
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        """`x` in another dtype."""
+
+    def clip(self, x: Array, low: int, high: int) -> Array:
+        """`x` limited to [low, high]."""
+
+    def stop_gradient(self, x: Array) -> Array:
+        """`x` without a gradient."""
+
+    def call(self, op: str, inputs: Sequence[Array | None], attributes: Mapping[str, Any]) -> tuple[Array, ...]:
+        """Run an op of the table."""
+
+    def fork(self, x: Array) -> tuple[Array, Array]:
+        """`x` twice; the cotangents are joined by the core's `add`, in float32 and rounded once."""
+
+    def all_sum(self, x: Array, over: Any) -> Array:
+        """The sum over a mesh axis (JAX) or a process group (torch); differentiable."""
+
+
+def _same_length(name: str, given: Sequence[int], wanted: Sequence[int], letters: str) -> None:
+    if tuple(given) != tuple(wanted):
+        raise ValueError(f"{name} must have shape [{letters}] = {list(wanted)}, got {list(given)}")
+
+
+def _at_least(name: str, value: Any, low: int) -> None:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if value < low:
+        raise ValueError(f"{name} must be at least {low}, got {value}")
+
+
+def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def plan_rows(slots: int, num_experts: int, capacity: int | None, alignment: int, max_rows: int | None) -> int:
+    """R, the rows that a plan needs in the worst case: every expert's block padded to `alignment`."""
+    rows = (slots + min(num_experts, slots) * (alignment - 1)) // alignment * alignment
+    if capacity is not None:
+        rows = min(rows, num_experts * (-(-capacity // alignment) * alignment))
+    return rows if max_rows is None else min(rows, max_rows)
+
+
+class Functions:
+    """The public functions of one front end."""
+
+    def __init__(self, frontend: FrontEnd) -> None:
+        self._frontend = frontend
+
+    # -- arguments -----------------------------------------------------------------------------------
+
+    def _array(self, name: str, value: Any, rank: int, letters: str) -> Array:
+        value = self._frontend.check_array(name, value)
+        if len(value.shape) != rank:
+            raise ValueError(f"{name} must have shape [{letters}], got {list(value.shape)}")
+        return value
+
+    def _indices(self, indices: Any, letters: str, limit: int) -> Array:
+        """Integer ids as int32; ids that int32 cannot hold become `limit`, which is out of range."""
+        indices = self._array("indices", indices, 2, letters)
+        dtype = self._frontend.dtype(indices)
+        if dtype not in INTEGER_DTYPES:
+            raise TypeError(f"indices must be an integer array, got {dtype}")
+        if dtype in ("int64", "uint32"):
+            indices = self._frontend.clip(indices, 0 if dtype == "uint32" else -1, limit)
+        return indices if dtype == "int32" else self._frontend.cast(indices, "int32")
+
+    # -- router --------------------------------------------------------------------------------------
+
+    def route(
+        self,
+        logits: Array,
+        config: RouterConfig,
+        *,
+        bias: Array | None = None,
+        indices: Array | None = None,
+        token_mask: Array | None = None,
+        num_sequences: int = 1,
+    ) -> Routing:
+        """Choose K experts per token and weight them; all arithmetic is float32.
+
+        Experts are ordered by selection value, larger first, ties to the lower id; -inf logits rank below
+        every finite value and NaN below those. The K ids of a token are distinct and in range.
+
+        Args:
+            logits: [T, E] float32, bfloat16 or float16.
+            config: the RouterConfig; config.num_experts is E, config.top_k is K.
+            bias: [E] float32, added for selection only; gets no gradient and never touches a weight.
+            indices: [T, K] integers; selection is skipped, and the weights come from the live logits at these
+                ids (hash routing, replay). -1 or an id out of range is an unused slot; the same id twice is two
+                slots.
+            token_mask: [T] bool; a masked token (False) gets ids -1, weights 0, no count and gradient 0.
+            num_sequences: S; the tokens of a sequence are neighbours and T must be divisible by S.
+
+        Returns:
+            Routing. Gradients flow to the logits from weights, score_sums and logsumexp_sq.
+
+        Raises:
+            ValueError: on a shape or option that does not fit; TypeError: on a dtype that is not allowed.
+        """
+        if not isinstance(config, RouterConfig):
+            raise TypeError(f"config must be a RouterConfig, got {type(config).__name__}")
+        logits = self._array("logits", logits, 2, "T, E")
+        tokens, experts = logits.shape
+        if experts != config.num_experts:
+            raise ValueError(
+                f"logits must have shape [T, E] with E = config.num_experts = {config.num_experts}, "
+                f"got {list(logits.shape)}"
+            )
+        _at_least("num_sequences", num_sequences, 1)
+        if tokens % num_sequences:
+            raise ValueError(f"the number of tokens ({tokens}) must be divisible by num_sequences ({num_sequences})")
+        if bias is not None:
+            bias = self._frontend.stop_gradient(self._array("bias", bias, 1, "E"))
+        if indices is not None:
+            indices = self._indices(indices, "T, K", experts)
+            _same_length("indices", indices.shape, (tokens, config.top_k), "T, K")
+        if token_mask is not None:
+            token_mask = self._array("token_mask", token_mask, 1, "T")
+        return Routing(
+            *self._frontend.call(
+                "route",
+                (logits, bias, indices, token_mask, None),
+                config.attributes(num_sequences=num_sequences),
+            )
+        )
+
+    # -- losses --------------------------------------------------------------------------------------
+
+    def _load_balancing_loss(self, routing: Routing, config: RouterConfig, coeff: float, over: Any) -> Array:
+        counts, sums, tokens = routing.sequence_counts, routing.score_sums, routing.num_tokens
+        if over is not None:
+            counts, sums, tokens = (self._frontend.all_sum(a, over) for a in (counts, sums, tokens))
+        (loss,) = self._frontend.call(
+            "load_balancing_loss", (counts, sums, tokens), {"top_k": config.top_k, "coeff": coeff}
+        )
+        return loss
+
+    def _z_loss(self, routing: Routing, coeff: float, over: Any) -> Array:
+        squares, tokens = routing.logsumexp_sq, routing.num_tokens
+        if over is not None:
+            squares, tokens = (self._frontend.all_sum(a, over) for a in (squares, tokens))
+        (loss,) = self._frontend.call("z_loss", (squares, tokens), {"coeff": coeff})
+        return loss
+
+    # -- dispatch ------------------------------------------------------------------------------------
+
+    def plan_dispatch(
+        self,
+        indices: Array,
+        num_experts: int,
+        *,
+        capacity: int | None = None,
+        drop_order: Literal["position", "weight"] = "position",
+        weights: Array | None = None,
+        alignment: int = 1,
+        max_rows: int | None = None,
+    ) -> DispatchPlan:
+        """Order the slots by expert, then token, then slot.
+
+        R is static: T * K, more where `alignment` pads every block, less where `capacity` or `max_rows` bound it.
+        Ids outside [0, E) are unused slots.
+
+        Args:
+            indices: [T, K] integers.
+            num_experts: E.
+            capacity: rows kept per expert; None keeps all.
+            drop_order: which rows a full expert keeps: "position" the first in row order, "weight" those of the
+                largest weights (ties: row order).
+            weights: [T, K] float32, needed by drop_order="weight".
+            alignment: every expert's block starts at a multiple of it.
+            max_rows: upper bound of R, a multiple of `alignment`; rows beyond it are dropped and counted.
+
+        Returns:
+            DispatchPlan; routed_counts - expert_counts are the dropped rows.
+
+        Raises:
+            ValueError, TypeError: on an option, shape or dtype that does not fit.
+        """
+        _at_least("num_experts", num_experts, 1)
+        _at_least("alignment", alignment, 1)
+        _one_of("drop_order", drop_order, ("position", "weight"))
+        if capacity is not None:
+            _at_least("capacity", capacity, 0)
+        if max_rows is not None:
+            _at_least("max_rows", max_rows, 0)
+            if max_rows % alignment:
+                raise ValueError(f"max_rows ({max_rows}) must be a multiple of alignment ({alignment})")
+        if drop_order == "weight" and weights is None:
+            raise ValueError("drop_order='weight' needs weights, got None")
+        indices = self._indices(indices, "T, K", num_experts)
+        if weights is not None:
+            weights = self._frontend.stop_gradient(self._array("weights", weights, 2, "T, K"))
+        slots = indices.shape[0] * indices.shape[1]
+        return DispatchPlan(
+            *self._frontend.call(
+                "plan_dispatch",
+                (indices, weights),
+                {
+                    "num_experts": num_experts,
+                    "num_rows": plan_rows(slots, num_experts, capacity, alignment, max_rows),
+                    "capacity": -1 if capacity is None else capacity,
+                    "drop_order": drop_order,
+                    "alignment": alignment,
+                },
+            )
+        )
+
+    def permute(self, x: Array, plan: DispatchPlan) -> Array:
+        """Copy token rows into expert order: rows[r] = x[t] for the slot (t, k) of row r; padding rows are 0.
+
+        Args:
+            x: [T, D] float32, bfloat16 or float16.
+            plan: DispatchPlan of these T tokens.
+
+        Returns:
+            [R, D] in x's dtype. The gradient sums a token's rows in slot order, in float32, and rounds once.
+        """
+        x = self._array("x", x, 2, "T, D")
+        (rows,) = self._frontend.call("permute", (x, plan.row_of_slot, plan.slot_of_row), {})
+        return rows
+
+    def combine(self, rows: Array, plan: DispatchPlan, weights: Array | None = None) -> Array:
+        """Bring rows back to token order: y[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]].
+
+        The sum is in float32, in slot order, and rounded once; dropped slots contribute nothing.
+
+        Args:
+            rows: [R, D] float32, bfloat16 or float16.
+            plan: the DispatchPlan that ordered the rows.
+            weights: [T, K] float32; None counts as all ones.
+
+        Returns:
+            [T, D] in the rows' dtype. Gradients flow to rows and weights.
+        """
+        rows = self._array("rows", rows, 2, "R, D")
+        if weights is not None:
+            weights = self._array("weights", weights, 2, "T, K")
+        (y,) = self._frontend.call("combine", (rows, plan.row_of_slot, plan.slot_of_row, weights), {})
+        return y
+
+    # -- experts -------------------------------------------------------------------------------------
+
+    def grouped_matmul(self, rows: Array, w: Array, plan: DispatchPlan, *, out_dtype: str | None = None) -> Array:
+        """Multiply each expert's rows with its matrix, summing in float32.
+
+        Args:
+            rows: [R, D] float32, bfloat16 or float16.
+            w: [E, D, N] float32, bfloat16 or float16.
+            plan: DispatchPlan whose blocks the rows lie in.
+            out_dtype: "float32", "bfloat16" or "float16"; None takes that of the rows.
+
+        Returns:
+            [R, N]; rows that belong to no slot are 0. An expert without rows has a gradient of exactly 0.
+        """
+        rows = self._array("rows", rows, 2, "R, D")
+        w = self._array("w", w, 3, "E, D, N")
+        out_dtype = self._float_dtype("out_dtype", out_dtype) or self._frontend.dtype(rows)
+        (out,) = self._frontend.call(
+            "grouped_matmul", (rows, w, plan.expert_offsets, plan.expert_counts), {"out_dtype": out_dtype}
+        )
+        return out
+
+    def _float_dtype(self, name: str, value: str | None) -> str | None:
+        if value is not None:
+            _one_of(name, value, FLOAT_DTYPES)
+        return value
+
+    def gate(
+        self, x: Array, router: Array, router_bias: Array | None = None, *, gate_dtype: str = "float32"
+    ) -> Array:
+        """The router's product: logits = x . router + router_bias.
+
+        Args:
+            x: [T, D] float32, bfloat16 or float16.
+            router: [D, E] float32, bfloat16 or float16.
+            router_bias: [E] float32, bfloat16 or float16.
+            gate_dtype: x and router are rounded to it, the sum is float32, the logits are rounded to it.
+
+        Returns:
+            [T, E] in gate_dtype.
+        """
+        x = self._array("x", x, 2, "T, D")
+        router = self._array("router", router, 2, "D, E")
+        if router_bias is not None:
+            router_bias = self._array("router_bias", router_bias, 1, "E")
+        _one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
+        (logits,) = self._frontend.call("gate", (x, router, router_bias), {"gate_dtype": gate_dtype})
+        return logits
+
+    def swiglu(self, gate: Array, up: Array) -> Array:
+        """silu(gate) * up, computed in float32 and rounded once; silu(x) = x / (1 + e^-x).
+
+        Args:
+            gate: [R, F] float32, bfloat16 or float16.
+            up: [R, F] in gate's dtype.
+
+        Returns:
+            [R, F] in gate's dtype.
+        """
+        gate = self._array("gate", gate, 2, "R, F")
+        up = self._array("up", up, 2, "R, F")
+        (out,) = self._frontend.call("swiglu", (gate, up), {})
+        return out
+
+    # -- block ---------------------------------------------------------------------------------------
+
+    def _moe(
+        self,
+        x: Array,
+        params: MoEParams,
+        config: RouterConfig,
+        *,
+        token_mask: Array | None,
+        indices: Array | None,
+        num_sequences: int,
+        capacity: int | None,
+        drop_order: Literal["position", "weight"],
+        alignment: int,
+        max_rows: int | None,
+        gate_dtype: str,
+        over: Any,
+    ) -> MoEOutput:
+        x = self._frontend.check_array("x", x)
+        if len(x.shape) < 1:
+            raise ValueError("x must have shape [..., D], got []")
+        if not isinstance(params, MoEParams):
+            raise TypeError(f"params must be a MoEParams, got {type(params).__name__}")
+        if not isinstance(config, RouterConfig):
+            raise TypeError(f"config must be a RouterConfig, got {type(config).__name__}")
+        leading, width = tuple(x.shape[:-1]), x.shape[-1]
+        tokens = math.prod(leading)
+        if token_mask is not None:
+            token_mask = self._frontend.check_array("token_mask", token_mask)
+            _same_length("token_mask", token_mask.shape, leading, "...")
+            token_mask = token_mask.reshape((tokens,))
+        if indices is not None:
+            indices = self._frontend.check_array("indices", indices)
+            _same_length("indices", indices.shape, (*leading, config.top_k), "..., K")
+            indices = indices.reshape((tokens, config.top_k))
+        self._check_params(params, width, config.num_experts)
+
+        for_gate, for_rows = self._frontend.fork(x.reshape((tokens, width)))
+        logits = self.gate(for_gate, params.router, params.router_bias, gate_dtype=gate_dtype)
+        routing = self.route(
+            logits,
+            config,
+            bias=params.expert_bias,
+            indices=indices,
+            token_mask=token_mask,
+            num_sequences=num_sequences,
+        )
+        plan = self.plan_dispatch(
+            routing.indices,
+            config.num_experts,
+            capacity=capacity,
+            drop_order=drop_order,
+            weights=routing.weights if drop_order == "weight" else None,
+            alignment=alignment,
+            max_rows=max_rows,
+        )
+        rows_gate, rows_up = self._frontend.fork(self.permute(for_rows, plan))
+        hidden = self.swiglu(
+            self.grouped_matmul(rows_gate, params.w_gate, plan), self.grouped_matmul(rows_up, params.w_up, plan)
+        )
+        y = self.combine(self.grouped_matmul(hidden, params.w_down, plan), plan, routing.weights)
+        return MoEOutput(
+            output=y.reshape((*leading, width)),
+            routing=routing,
+            load_balancing_loss=self._load_balancing_loss(routing, config, 1.0, over),
+            z_loss=self._z_loss(routing, 1.0, over),
+            expert_counts=plan.routed_counts,
+            kept_counts=plan.expert_counts,
+        )
+
+    def _check_params(self, params: MoEParams, width: int, experts: int) -> None:
+        def check(name: str, letters: str, wanted: tuple[int, ...]) -> None:
+            array = self._array(f"params.{name}", getattr(params, name), len(wanted), letters)
+            _same_length(f"params.{name}", array.shape, wanted, letters)
+
+        check("router", "D, E", (width, experts))
+        inner = self._array("params.w_gate", params.w_gate, 3, "E, D, F").shape[-1]
+        check("w_gate", "E, D, F", (experts, width, inner))
+        check("w_up", "E, D, F", (experts, width, inner))
+        check("w_down", "E, F, D", (experts, inner, width))
+        if params.router_bias is not None:
+            check("router_bias", "E", (experts,))
+        if params.expert_bias is not None:
+            check("expert_bias", "E", (experts,))

@@ -1,0 +1,61 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The core's shared library: where it is, that its version fits, and what it says of its ops."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parent / "lib" / "libduomoe.so"
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Load libduomoe, once per process; both front ends link to this very file.
+
+    Raises:
+        ImportError: the library is missing, cannot be loaded, or is of another version.
+    """
+    if not PATH.exists():
+        raise ImportError(f"duomoe's core library is missing ({PATH}); reinstall duomoe with pip")
+    try:
+        library = ctypes.CDLL(str(PATH))
+    except OSError as error:
+        raise ImportError(f"duomoe's core library cannot be loaded: {error}") from error
+    library.duomoe_version.restype = ctypes.c_char_p
+    library.duomoe_op_table.restype = ctypes.c_char_p
+    library.duomoe_has_kernel.argtypes = [ctypes.c_int, ctypes.c_int]
+    built, wanted = library.duomoe_version().decode(), metadata.version("duomoe")
+    if built != wanted:
+        raise ImportError(
+            f"duomoe {wanted} found a core library of version {built}; reinstall duomoe with pip"
+        )
+    return library
+
+
+def op_table() -> list[dict[str, Any]]:
+    """The core's declarations of all ops, parsed."""
+    return json.loads(load().duomoe_op_table())
+
+
+def has_kernel(op: str, backend: str) -> bool:
+    """Whether this build holds a kernel of `op` for `backend` ("cpu" or "cuda")."""
+    names = [entry["name"] for entry in op_table()]
+    return bool(load().duomoe_has_kernel(names.index(op), ("cpu", "cuda").index(backend)))
+
+
+def missing_binding(package: str, framework: str, extra: str, error: ImportError) -> ImportError:
+    """The error for a front end that cannot be imported, in one sentence that says what to install."""
+    if getattr(error, "name", None) == framework:
+        return ImportError(
+            f"{package} needs {framework}, which is not installed; run: pip install 'duomoe[{extra}]'"
+        )
+    return ImportError(
+        f"{package} was installed without its {framework} binding ({error}); "
+        f"reinstall duomoe where {framework} is installed: pip install --no-build-isolation duomoe"
+    )

@@ -1,0 +1,68 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the shared functions need of JAX (duomoe.functional.FrontEnd)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from duomoe import library, ops
+
+from jax_frontend import _binding, transforms
+
+
+def register() -> None:
+    """Register the FFI handlers; called once, when jax_frontend is imported."""
+    for name, (cpu, cuda) in _binding.handlers().items():
+        target = transforms.target_name(ops.table()[name])
+        jax.ffi.register_ffi_target(target, cpu, platform="cpu")
+        if library.has_kernel(name, "cuda"):
+            jax.ffi.register_ffi_target(target, cuda, platform="CUDA")
+
+
+class JaxFrontEnd:
+    """The JAX side of duomoe.functional."""
+
+    def check_array(self, name: str, value: Any) -> jax.Array:
+        """`value`, if it is a JAX or NumPy array."""
+        if not isinstance(value, (jax.Array, np.ndarray)):
+            raise TypeError(f"{name} must be a jax.Array, got {type(value).__name__}")
+        return jnp.asarray(value)
+
+    def dtype(self, x: jax.Array) -> str:
+        """The dtype's name."""
+        return x.dtype.name
+
+    def cast(self, x: jax.Array, dtype: str) -> jax.Array:
+        """`x` in another dtype."""
+        return x.astype(dtype)
+
+    def clip(self, x: jax.Array, low: int, high: int) -> jax.Array:
+        """`x` limited to [low, high]."""
+        return jnp.clip(x, low, high)
+
+    def stop_gradient(self, x: jax.Array) -> jax.Array:
+        """`x` without a gradient."""
+        return jax.lax.stop_gradient(x)
+
+    def call(
+        self, op: str, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]
+    ) -> tuple[jax.Array, ...]:
+        """Check the arguments, then run the op."""
+        spec = ops.table()[op]
+        shapes = [None if x is None else x.shape for x in inputs]
+        dtypes = [None if x is None else x.dtype.name for x in inputs]
+        spec.bind(shapes, dtypes, attributes)
+        return transforms.call(spec, inputs, attributes)
+
+    def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`x` twice, its cotangents joined by the core."""
+        return transforms.fork(x)
+
+    def all_sum(self, x: jax.Array, over: Any) -> jax.Array:
+        """The sum over mesh axes, inside shard_map."""
+        return jax.lax.psum(x, over)

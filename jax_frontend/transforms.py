@@ -1,0 +1,328 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Carries an FFI call through JAX's transformations. Every quirk of JAX's internals that duomoe works around is here.
+
+    custom_vjp( auto_axes under an explicit mesh (
+        custom_vmap( inside shard_map ? ffi_call marked as varying : custom_partitioning(ffi_call) )))
+
+- A bare ffi_call makes the partitioner gather sharded operands; custom_partitioning has no vmap rule; and
+  neither knows shard_map's varying axes.
+- Under `jit` an op is sharded along the axes that the op table names. An output without such an axis is a sum
+  over it, so each shard's part is added up (psum); all other axes are gathered.
+- Inside shard_map a cotangent that varies over a mesh axis where its primal doesn't is a partial sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from duomoe import ops
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+DTYPES = {
+    "float32": np.dtype("float32"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype("float16"),
+    "int32": np.dtype("int32"),
+    "bool": np.dtype("bool"),
+}
+
+Arrays = tuple[jax.Array, ...]
+Attributes = tuple[tuple[str, Any], ...]  # hashable, in the table's order
+
+TABLE = ops.table()
+
+
+class Bound:
+    """One op with its static attributes and the set of its optional inputs fixed."""
+
+    def __init__(self, op: ops.Op, present: tuple[bool, ...], attributes: Attributes) -> None:
+        self.op = op
+        self.present = present
+        self.attributes = dict(attributes)
+        self.inputs = tuple(s for s, there in zip(op.inputs, present, strict=True) if there)
+
+    def with_first_token(self, total_tokens: int) -> Bound:
+        """The same op on a slice of the tokens: the slice's start is one operand more."""
+        present = tuple(p or s.name == "first_token" for p, s in zip(self.present, self.op.inputs, strict=True))
+        attributes = {**self.attributes, "total_tokens": total_tokens}
+        return Bound(self.op, present, tuple(attributes.items()))
+
+    def __call__(self, *arrays: jax.Array) -> Arrays:
+        """The FFI call itself."""
+        left = iter(arrays)
+        inputs = [next(left) if there else None for there in self.present]
+        shapes = [None if a is None else a.shape for a in inputs]
+        dtypes = [None if a is None else a.dtype.name for a in inputs]
+        results = [
+            jax.ShapeDtypeStruct(shape, DTYPES[dtype])
+            for shape, dtype in self.op.infer(shapes, dtypes, self.attributes)
+        ]
+        call = jax.ffi.ffi_call(target_name(self.op), results)
+        mask = sum(1 << i for i, there in enumerate(self.present) if there)
+        return tuple(call(*arrays, present=mask, **self._ffi_attributes()))
+
+    def _ffi_attributes(self) -> dict[str, Any]:
+        kinds = {"int": int, "float": np.float64, "choice": str}
+        return {a.name: kinds[a.kind](self.attributes[a.name]) for a in self.op.attributes}
+
+
+def target_name(op: ops.Op) -> str:
+    """The name under which an op's handlers are registered."""
+    return f"duomoe.{op.name}"
+
+
+# -- sharding ------------------------------------------------------------------------------------------
+
+
+def _mesh_axes(entry: Any) -> tuple[Any, ...]:
+    return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
+
+
+def _spec_entry(axes: tuple[Any, ...]) -> Any:
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+class Layout:
+    """How the shardable axes of a bound op lie on the mesh, read off its operands."""
+
+    def __init__(self, bound: Bound, mesh: Any, shapes: Sequence[Any], specs: Sequence[Any]) -> None:
+        self.bound = bound
+        self.axes: dict[str, tuple[Any, ...]] = {}
+        taken: set[Any] = set()
+        for tensor, shape, spec in zip(bound.inputs, shapes, specs, strict=True):
+            for i, letter in enumerate(tensor.axes):
+                entry = _mesh_axes(spec[i] if i < len(spec) else None)
+                if letter not in bound.op.shard_axes or letter in self.axes or not entry:
+                    continue
+                shards = int(np.prod([mesh.shape[name] for name in entry]))
+                # A padded shard would add its padding to a sum: an uneven axis is gathered instead.
+                if shape[i] % shards == 0 and not taken & set(entry):
+                    self.axes[letter] = entry
+                    taken |= set(entry)
+
+    def spec(self, tensor: ops.TensorSpec) -> PartitionSpec:
+        """The partition of an input or output."""
+        return PartitionSpec(*(_spec_entry(self.axes.get(letter, ())) for letter in tensor.axes))
+
+    def add_up(self, results: Arrays) -> Arrays:
+        """Sum the outputs that lack a sharded axis over its mesh axes."""
+
+        def total(tensor: ops.TensorSpec, x: jax.Array) -> jax.Array:
+            over = tuple(n for letter, names in self.axes.items() if letter not in "".join(tensor.axes) for n in names)
+            return jax.lax.psum(x, over) if over else x
+
+        return tuple(total(t, x) for t, x in zip(self.bound.op.outputs, results, strict=True))
+
+
+def _sharding_rule(bound: Bound) -> tuple[str, tuple[str, ...]]:
+    """The Shardy rule of a bound op, and the factors that every shard needs whole."""
+    factors: dict[str, str] = {}
+    unused = iter(string.ascii_lowercase)
+
+    def side(tensors: Sequence[ops.TensorSpec]) -> str:
+        return ", ".join(
+            " ".join(factors.setdefault(axis, next(unused) if axis not in factors else "") for axis in t.axes)
+            for t in tensors
+        )
+
+    rule = f"{side(bound.inputs)} -> {side(bound.op.outputs)}"
+    return rule, tuple(f for axis, f in factors.items() if axis not in bound.op.shard_axes)
+
+
+def _partitioned(bound: Bound) -> Callable[..., Arrays]:
+    wrapped = custom_partitioning(bound.__call__)
+
+    def partition(mesh: Any, args: Any, results: Any) -> Any:
+        layout = Layout(bound, mesh, [a.shape for a in args], [a.sharding.spec for a in args])
+        tokens = layout.axes.get("T", ())
+        # Which sequence a token belongs to depends on where the slice starts.
+        slices = bool(tokens) and "first_token" in {s.name for s in bound.op.inputs}
+        local = bound
+
+        if slices and bound.attributes["num_sequences"] > 1:
+            total = next(a.shape[t.axes.index("T")] for t, a in zip(bound.inputs, args, strict=True) if "T" in t.axes)
+            local = bound.with_first_token(total)
+
+        def shard(*arrays: jax.Array) -> Arrays:
+            if local is not bound:
+                shards = int(np.prod([mesh.shape[name] for name in tokens]))
+                first = jax.lax.axis_index(tokens) * jnp.int32(local.attributes["total_tokens"] // shards)
+                position = [s.name for s in local.inputs].index("first_token")
+                arrays = (*arrays[:position], first.astype(jnp.int32), *arrays[position:])
+            return layout.add_up(local(*arrays))
+
+        return (
+            mesh,
+            shard,
+            tuple(NamedSharding(mesh, layout.spec(t)) for t in bound.op.outputs),
+            tuple(NamedSharding(mesh, layout.spec(t)) for t in bound.inputs),
+        )
+
+    rule, whole = _sharding_rule(bound)
+    wrapped.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=whole)
+    return wrapped
+
+
+# -- shard_map -----------------------------------------------------------------------------------------
+
+
+def varying(x: Any) -> frozenset[Any]:
+    """The mesh axes over which a value varies inside shard_map."""
+    kind = jax.typeof(x)
+    manual = getattr(kind, "manual_axis_type", None)
+    return frozenset(manual.varying if manual is not None else getattr(kind, "vma", ()))
+
+
+def _vary(results: Arrays, arrays: Sequence[jax.Array]) -> Arrays:
+    """Mark opaque results as varying wherever an operand varies."""
+    everywhere = frozenset().union(*map(varying, arrays))
+
+    def mark(y: jax.Array) -> jax.Array:
+        axes = tuple(sorted(everywhere - varying(y), key=str))
+        return jax.lax.pcast(y, axes, to="varying") if axes else y
+
+    return tuple(mark(y) for y in results)
+
+
+def _unvary(cotangent: jax.Array, primal_varies: frozenset[Any]) -> jax.Array:
+    axes = tuple(sorted(varying(cotangent) - primal_varies, key=str))
+    return jax.lax.psum(cotangent, axes) if axes else cotangent
+
+
+def _inside_shard_map() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _explicit_mesh() -> Any:
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if any(kind == AxisType.Explicit for kind in mesh.axis_types) else None
+
+
+# -- composition ---------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _bound_call(name: str, present: tuple[bool, ...], attributes: Attributes) -> Callable[..., Arrays]:
+    """An op as a function of its present inputs, without a derivative."""
+    bound = Bound(TABLE[name], present, attributes)
+    partitioned = _partitioned(bound)
+
+    @custom_vmap
+    def batched(*arrays: jax.Array) -> Arrays:
+        if _inside_shard_map():
+            return _vary(bound(*arrays), arrays)
+        return partitioned(*arrays)
+
+    @batched.def_vmap
+    def rule(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
+        mapped = [a for a, b in zip(arrays, in_batched, strict=True) if b]
+
+        def one(slices: Sequence[jax.Array]) -> Arrays:
+            left = iter(slices)
+            return batched(*(next(left) if b else a for a, b in zip(arrays, in_batched, strict=True)))
+
+        return jax.lax.map(one, mapped), (True,) * len(bound.op.outputs)
+
+    def call(*arrays: jax.Array) -> Arrays:
+        mesh = _explicit_mesh()
+        if mesh is None:
+            return batched(*arrays)
+        specs = [jax.typeof(a).sharding.spec for a in arrays]
+        layout = Layout(bound, mesh, [a.shape for a in arrays], specs)
+        out = tuple(layout.spec(t) for t in bound.op.outputs)
+        return jax.sharding.auto_axes(batched, out_sharding=out)(*arrays)
+
+    @jax.custom_jvp
+    def guarded(*arrays: jax.Array) -> Arrays:
+        return call(*arrays)
+
+    @guarded.defjvp
+    def no_derivative(primals: Any, tangents: Any) -> Any:
+        raise NotImplementedError(ops.not_twice_differentiable(name))
+
+    return guarded if any(o.is_float for o in bound.op.outputs) else call
+
+
+@jax.tree_util.register_static
+class _Static:
+    """Facts of the forward pass that the backward pass needs and that are no arrays."""
+
+    def __init__(self, varies: tuple[frozenset[Any], ...], dtypes: tuple[str | None, ...]) -> None:
+        self.facts = (varies, dtypes)
+
+    def __hash__(self) -> int:
+        return hash(self.facts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and self.facts == other.facts
+
+
+def _apply(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]) -> Arrays:
+    present = tuple(x is not None for x in inputs)
+    values = tuple(zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True))
+    return _bound_call(op.name, present, values)(*(x for x in inputs if x is not None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
+    op, values = TABLE[name], dict(attributes)
+    kept = sorted({source for step in op.gradient_steps for source in step.sources if source[0] != "grad"})
+
+    @jax.custom_vjp
+    def function(*inputs: jax.Array | None) -> Arrays:
+        return _apply(op, inputs, values)
+
+    def forward(*inputs: jax.Array | None) -> tuple[Arrays, Any]:
+        outputs = function(*inputs)
+        pool = {"input": inputs, "output": outputs}
+        static = _Static(
+            tuple(frozenset() if x is None else varying(x) for x in inputs),
+            tuple(None if x is None else x.dtype.name for x in inputs),
+        )
+        return outputs, (tuple(pool[kind][i] for kind, i in kept), static)
+
+    def backward(residuals: Any, cotangents: Arrays) -> tuple[Any, ...]:
+        saved = dict(zip(kept, residuals[0], strict=True))
+        varies, dtypes = residuals[1].facts
+        gradients: list[Any] = [None] * len(op.inputs)
+        for step in op.gradient_steps:
+            inputs = [cotangents[i] if kind == "grad" else saved[kind, i] for kind, i in step.sources]
+            results = _apply(step.op, inputs, op.gradient_attributes(step, values, dtypes))
+            for target, gradient in zip(step.targets, results, strict=True):
+                if dtypes[target] is not None:
+                    gradients[target] = _unvary(gradient, varies[target])
+        return tuple(gradients)
+
+    function.defvjp(forward, backward)
+    return function
+
+
+def call(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]) -> Arrays:
+    """Run an op; the result is a tuple, of one output too."""
+    if not op.backward:
+        return _apply(op, inputs, attributes)
+    values = tuple(zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True))
+    return _differentiable(op.name, values)(*inputs)
+
+
+@jax.custom_vjp
+def fork(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`x` twice; the core adds the cotangents."""
+    return x, x
+
+
+def _fork_backward(_: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
+    return _apply(TABLE["add"], cotangents, {})
+
+
+fork.defvjp(lambda x: ((x, x), None), _fork_backward)

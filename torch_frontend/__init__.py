@@ -1,0 +1,51 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""duomoe for PyTorch: the functions of duomoe as custom operators with autograd."""
+
+from duomoe import DispatchPlan, MoEOutput, MoEParams, RouterConfig, Routing, library
+
+library.load()
+try:
+    import torch.utils._pytree as _pytree
+
+    from torch_frontend import bind as _bind
+
+    _bind.register()
+except (ImportError, OSError) as error:
+    raise library.missing_binding(__name__, "torch", "torch", error) from error
+
+from duomoe.results import RECORDS as _RECORDS
+
+from torch_frontend.functional import (
+    combine,
+    gate,
+    grouped_matmul,
+    load_balancing_loss,
+    moe,
+    permute,
+    plan_dispatch,
+    route,
+    swiglu,
+    z_loss,
+)
+
+for _record in _RECORDS:
+    _pytree.register_dataclass(_record, serialized_type_name=f"duomoe.{_record.__name__}")
+
+__all__ = [
+    "DispatchPlan",
+    "MoEOutput",
+    "MoEParams",
+    "RouterConfig",
+    "Routing",
+    "combine",
+    "gate",
+    "grouped_matmul",
+    "load_balancing_loss",
+    "moe",
+    "permute",
+    "plan_dispatch",
+    "route",
+    "swiglu",
+    "z_loss",
+]

@@ -1,0 +1,103 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What the shared functions need of torch (duomoe.functional.FrontEnd)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from duomoe import ops
+
+from torch_frontend import bind
+
+TABLE = ops.table()
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (total,) = bind.call(TABLE["add"], grads, {})
+        return total
+
+
+class _AllSum(torch.autograd.Function):
+    """All-reduce; the backward all-reduces the cotangents, as torch.distributed.nn does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        total = x.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class TorchFrontEnd:
+    """The torch side of duomoe.functional."""
+
+    def check_array(self, name: str, value: Any) -> torch.Tensor:
+        """`value`, if it is a torch.Tensor."""
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        return value
+
+    def dtype(self, x: torch.Tensor) -> str:
+        """The dtype's name."""
+        return bind.dtype_name(x)
+
+    def cast(self, x: torch.Tensor, dtype: str) -> torch.Tensor:
+        """`x` in another dtype."""
+        return x.to(getattr(torch, dtype))
+
+    def clip(self, x: torch.Tensor, low: int, high: int) -> torch.Tensor:
+        """`x` limited to [low, high]."""
+        if x.dtype == torch.uint32:  # clamp has no kernel for it
+            x = x.to(torch.int64)
+        return x.clamp(low, high)
+
+    def stop_gradient(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` detached."""
+        return x.detach()
+
+    def call(
+        self, op: str, inputs: Sequence[torch.Tensor | None], attributes: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, ...]:
+        """Check the arguments, then run the operator."""
+        spec = TABLE[op]
+        device = None
+        shapes: list[Any] = []
+        dtypes: list[str | None] = []
+        for tensor_spec, x in zip(spec.inputs, inputs, strict=True):
+            if x is None:
+                shapes.append(None)
+                dtypes.append(None)
+                continue
+            shapes.append(x.shape)
+            dtypes.append(bind.dtype_name(x))
+            device = device or x.device
+            if x.device != device:
+                raise ValueError(
+                    f"{op}: all arguments must be on one device, but {tensor_spec.name} is on {x.device} "
+                    f"and others are on {device}"
+                )
+        spec.bind(shapes, dtypes, attributes)
+        return bind.call(spec, inputs, dict(attributes))
+
+    def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` twice, its cotangents joined by the core."""
+        return _Fork.apply(x)  # type: ignore[no-untyped-call]
+
+    def all_sum(self, x: torch.Tensor, over: Any) -> torch.Tensor:
+        """The sum over the ranks of a process group."""
+        return _AllSum.apply(x, over)  # type: ignore[no-untyped-call]

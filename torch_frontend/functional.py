@@ -1,0 +1,109 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""The public functions for torch; all but the process group is in duomoe.functional."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from duomoe.config import RouterConfig
+from duomoe.functional import Functions
+from duomoe.results import Array, MoEOutput, MoEParams, Routing
+
+from torch_frontend.frontend import TorchFrontEnd
+
+_functions = Functions(TorchFrontEnd())
+
+route = _functions.route
+plan_dispatch = _functions.plan_dispatch
+permute = _functions.permute
+combine = _functions.combine
+grouped_matmul = _functions.grouped_matmul
+gate = _functions.gate
+swiglu = _functions.swiglu
+
+
+def load_balancing_loss(routing: Routing, config: RouterConfig, *, coeff: float = 1.0, group: Any = None) -> Array:
+    """coeff * mean over sequences with n > 0 tokens of E / (K n^2) * sum_e counts_e * score_sums_e.
+
+    Switch Transformers' loss (Fedus et al. 2021, eq. 4) for K experts per token: perfect balance gives coeff.
+
+    Args:
+        routing: what `route` returned.
+        config: the same RouterConfig.
+        coeff: factor of the loss.
+        group: a torch.distributed process group over which the tokens are spread, or None. The statistics
+            ([S, E] values) are all-reduced, and so are their cotangents: averaging gradients over the group,
+            as DistributedDataParallel does, gives the gradient of the one global loss.
+
+    Returns:
+        A scalar of rank 0, float32; 0 without tokens.
+    """
+    return _functions._load_balancing_loss(routing, config, coeff, group)
+
+
+def z_loss(routing: Routing, *, coeff: float = 1.0, group: Any = None) -> Array:
+    """coeff * mean over tokens of logsumexp(logits)^2 (ST-MoE, Zoph et al. 2022, eq. 5).
+
+    Args:
+        routing: what `route` returned.
+        coeff: factor of the loss.
+        group: as in load_balancing_loss.
+
+    Returns:
+        A scalar of rank 0, float32; 0 without tokens.
+    """
+    return _functions._z_loss(routing, coeff, group)
+
+
+def moe(
+    x: Array,
+    params: MoEParams,
+    config: RouterConfig,
+    *,
+    token_mask: Array | None = None,
+    indices: Array | None = None,
+    num_sequences: int = 1,
+    capacity: int | None = None,
+    drop_order: Literal["position", "weight"] = "position",
+    alignment: int = 1,
+    max_rows: int | None = None,
+    gate_dtype: str = "float32",
+    group: Any = None,
+) -> MoEOutput:
+    """Gate, router, dispatch, SwiGLU experts and combine.
+
+    Args:
+        x: [..., D] float32, bfloat16 or float16; leading axes are tokens.
+        params: MoEParams.
+        config: RouterConfig.
+        token_mask: [...] bool; see route.
+        indices: [..., K] integers; see route.
+        num_sequences: see route.
+        capacity: see plan_dispatch, as drop_order, alignment and max_rows.
+        drop_order: see plan_dispatch.
+        alignment: see plan_dispatch.
+        max_rows: see plan_dispatch.
+        gate_dtype: see gate.
+        group: see load_balancing_loss.
+
+    Returns:
+        MoEOutput.
+
+    Raises:
+        ValueError, TypeError: on a shape, dtype or option that does not fit, before any kernel runs.
+    """
+    return _functions._moe(
+        x,
+        params,
+        config,
+        token_mask=token_mask,
+        indices=indices,
+        num_sequences=num_sequences,
+        capacity=capacity,
+        drop_order=drop_order,
+        alignment=alignment,
+        max_rows=max_rows,
+        gate_dtype=gate_dtype,
+        over=group,
+    )
