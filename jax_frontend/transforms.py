@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -199,6 +200,14 @@ def _unvary(cotangent: jax.Array, primal_varies: frozenset[Any]) -> jax.Array:
     return jax.lax.psum(cotangent, axes) if axes else cotangent
 
 
+def _like(gradient: jax.Array, primal: _Primal) -> jax.Array:
+    """A gradient in the type of its primal: added up, and under an explicit mesh laid out as the primal is."""
+    gradient = _unvary(gradient, primal.varies)
+    if primal.spec is not None and jax.typeof(gradient).sharding.spec != primal.spec:
+        gradient = jax.sharding.reshard(gradient, primal.spec)
+    return gradient
+
+
 def _inside_shard_map() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
@@ -206,6 +215,25 @@ def _inside_shard_map() -> bool:
 def _explicit_mesh() -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if any(kind == AxisType.Explicit for kind in mesh.axis_types) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Primal:
+    """Facts of an input of the forward pass that the backward pass needs and that are no arrays."""
+
+    varies: frozenset[Any]
+    dtype: str
+    spec: Any  # under an explicit mesh
+
+    @classmethod
+    def of(cls, x: jax.Array) -> _Primal:
+        return cls(varying(x), x.dtype.name, None if _explicit_mesh() is None else jax.typeof(x).sharding.spec)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    primals: tuple[_Primal | None, ...]
 
 
 # -- composition ---------------------------------------------------------------------------------------
@@ -253,20 +281,6 @@ def _bound_call(name: str, present: tuple[bool, ...], attributes: Attributes) ->
     return guarded if any(o.is_float for o in bound.op.outputs) else call
 
 
-@jax.tree_util.register_static
-class _Static:
-    """Facts of the forward pass that the backward pass needs and that are no arrays."""
-
-    def __init__(self, varies: tuple[frozenset[Any], ...], dtypes: tuple[str | None, ...]) -> None:
-        self.facts = (varies, dtypes)
-
-    def __hash__(self) -> int:
-        return hash(self.facts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self.facts == other.facts
-
-
 def _apply(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]) -> Arrays:
     present = tuple(x is not None for x in inputs)
     values = tuple(zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True))
@@ -285,22 +299,20 @@ def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
     def forward(*inputs: jax.Array | None) -> tuple[Arrays, Any]:
         outputs = function(*inputs)
         pool = {"input": inputs, "output": outputs}
-        static = _Static(
-            tuple(frozenset() if x is None else varying(x) for x in inputs),
-            tuple(None if x is None else x.dtype.name for x in inputs),
-        )
+        static = _Static(tuple(None if x is None else _Primal.of(x) for x in inputs))
         return outputs, (tuple(pool[kind][i] for kind, i in kept), static)
 
     def backward(residuals: Any, cotangents: Arrays) -> tuple[Any, ...]:
         saved = dict(zip(kept, residuals[0], strict=True))
-        varies, dtypes = residuals[1].facts
+        primals = residuals[1].primals
+        dtypes = [None if p is None else p.dtype for p in primals]
         gradients: list[Any] = [None] * len(op.inputs)
         for step in op.gradient_steps:
             inputs = [cotangents[i] if kind == "grad" else saved[kind, i] for kind, i in step.sources]
             results = _apply(step.op, inputs, op.gradient_attributes(step, values, dtypes))
             for target, gradient in zip(step.targets, results, strict=True):
-                if dtypes[target] is not None:
-                    gradients[target] = _unvary(gradient, varies[target])
+                if primals[target] is not None:
+                    gradients[target] = _like(gradient, primals[target])
         return tuple(gradients)
 
     function.defvjp(forward, backward)

@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from duomoe.config import RouterConfig
-from duomoe.ops import FLOAT_DTYPES
+from duomoe.ops import FLOAT_DTYPES, table
 from duomoe.results import Array, DispatchPlan, MoEOutput, MoEParams, Routing
+
+Record = TypeVar("Record")
 
 INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
@@ -84,6 +86,7 @@ class Functions:
 
     def __init__(self, frontend: FrontEnd) -> None:
         self._frontend = frontend
+        self._table = table()  # read once: torch.compile cannot trace the loading of the library
 
     # -- arguments -----------------------------------------------------------------------------------
 
@@ -102,6 +105,11 @@ class Functions:
         if dtype in ("int64", "uint32"):
             indices = self._frontend.clip(indices, 0 if dtype == "uint32" else -1, limit)
         return indices if dtype == "int32" else self._frontend.cast(indices, "int32")
+
+    def _record(self, record: type[Record], op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]) -> Record:
+        """Run an op whose outputs have the names of a record's fields."""
+        outputs = self._frontend.call(op, inputs, attributes)
+        return record(**{spec.name: out for spec, out in zip(self._table[op].outputs, outputs, strict=True)})
 
     # -- router --------------------------------------------------------------------------------------
 
@@ -155,12 +163,11 @@ class Functions:
             _same_length("indices", indices.shape, (tokens, config.top_k), "T, K")
         if token_mask is not None:
             token_mask = self._array("token_mask", token_mask, 1, "T")
-        return Routing(
-            *self._frontend.call(
-                "route",
-                (logits, bias, indices, token_mask, None),
-                config.attributes(num_sequences=num_sequences),
-            )
+        return self._record(
+            Routing,
+            "route",
+            (logits, bias, indices, token_mask, None),
+            config.attributes(num_sequences=num_sequences),
         )
 
     # -- losses --------------------------------------------------------------------------------------
@@ -230,18 +237,17 @@ class Functions:
         if weights is not None:
             weights = self._frontend.stop_gradient(self._array("weights", weights, 2, "T, K"))
         slots = indices.shape[0] * indices.shape[1]
-        return DispatchPlan(
-            *self._frontend.call(
-                "plan_dispatch",
-                (indices, weights),
-                {
-                    "num_experts": num_experts,
-                    "num_rows": plan_rows(slots, num_experts, capacity, alignment, max_rows),
-                    "capacity": -1 if capacity is None else capacity,
-                    "drop_order": drop_order,
-                    "alignment": alignment,
-                },
-            )
+        return self._record(
+            DispatchPlan,
+            "plan_dispatch",
+            (indices, weights),
+            {
+                "num_experts": num_experts,
+                "num_rows": plan_rows(slots, num_experts, capacity, alignment, max_rows),
+                "capacity": -1 if capacity is None else capacity,
+                "drop_order": drop_order,
+                "alignment": alignment,
+            },
         )
 
     def permute(self, x: Array, plan: DispatchPlan) -> Array:
