@@ -283,9 +283,46 @@ void product_tile(int64_t depth, const float* a, const float* b, float* c, int64
 }
 #endif
 
+template <int kTile>
+void pack(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride, int64_t tile_stride,
+          int64_t depth, int64_t extent, float* line, float* packed) {
+  const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
+  const bool plain = dtype == DType::kFloat32 && operand_dtype == DType::kFloat32;
+  // A contiguous run as float32: the source itself, or a converted copy.
+  auto run = [&](int64_t offset, int64_t n) -> const float* {
+    const char* at = static_cast<const char*>(from) + offset * size;
+    if (plain) return reinterpret_cast<const float*>(at);
+    load(dtype, at, line, n);
+    round_to(operand_dtype, line, n);
+    return line;
+  };
+  const int64_t whole = extent / kTile * kTile;
+  if (whole != extent) {
+    float* last = packed + whole * depth;
+    for (int64_t i = 0; i < kTile * depth; ++i) last[i] = 0.0f;
+  }
+  if (tile_stride == 1) {
+    for (int64_t k = 0; k < depth; ++k) {
+      const float* x = run(k * depth_stride, extent);
+      float* to = packed + k * kTile;
+      int64_t i = 0;
+      for (; i < whole; i += kTile, to += kTile * depth) {
+        for (int j = 0; j < kTile; ++j) to[j] = x[i + j];
+      }
+      for (int j = 0; i + j < extent; ++j) to[j] = x[i + j];
+    }
+    return;
+  }
+  for (int64_t i = 0; i < extent; ++i) {
+    const float* x = run(i * tile_stride, depth);
+    float* to = packed + i / kTile * kTile * depth + i % kTile;
+    for (int64_t k = 0; k < depth; ++k) to[k * kTile] = x[k];
+  }
+}
+
 constexpr SimdLoops loops(const char* name) {
   return {name,       kTileRows,         load,  store, round_to, row_scores, selection,  row_gradient,
-          accumulate, accumulate_scaled, scale, dot,   add,      swiglu,     swiglu_bwd, product_tile};
+          accumulate, accumulate_scaled, scale, dot,   add,      swiglu,     swiglu_bwd, pack<kTileRows>, pack<kTileColumns>, product_tile};
 }
 
 }  // namespace
