@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the core and the two bindings with Ninja, and packs them beside the Python packages.
 
-One shared library (`libduomoe`, from common/csrc) and up to two bindings that link to it; a binding is
-built if its framework can be imported. Environment variables:
+One shared library (`libduomoe`, from common/csrc) and up to two bindings that link to it; a
+binding is built if its framework can be imported. Environment variables:
 
 DUOMOE_CUDA        0 or 1 leaves the CUDA kernels out or insists on them (default: if nvcc is found)
 DUOMOE_CUDA_ARCHS  compute capabilities, as "90" (default) or "80;90"; PTX of the last one is added
@@ -41,7 +41,9 @@ ISA_FLAGS = {
     " -mprefer-vector-width=512",
 }
 # fmad off: a multiplication and an addition stay two operations, as on the CPU.
-NVCC_FLAGS = "-std=c++20 -O3 -fmad=false --expt-relaxed-constexpr --threads 0 -Xcompiler -fPIC,-fvisibility=hidden"
+NVCC_FLAGS = (
+    "-std=c++20 -O3 -fmad=false --expt-relaxed-constexpr -Xcompiler -fPIC,-fvisibility=hidden"
+)
 
 
 def find_nvcc() -> str | None:
@@ -71,7 +73,9 @@ def has(framework: str) -> bool:
     """Whether a framework is installed, and an error if it is required and missing."""
     found = importlib.util.find_spec(framework) is not None
     if not found and framework in os.environ.get("DUOMOE_REQUIRE", ""):
-        raise SystemExit(f"DUOMOE_REQUIRE asks for the {framework} binding, but {framework} is not installed")
+        raise SystemExit(
+            f"DUOMOE_REQUIRE asks for the {framework} binding, but {framework} is not installed"
+        )
     return found
 
 
@@ -86,7 +90,9 @@ def build_native(build_dir: Path) -> dict[str, Path]:
         n = ninja_syntax.Writer(file, width=10**6)
         n.variable("cxx", os.environ.get("CXX", "g++"))
         n.variable("flags", f'{CXX_FLAGS} -DDUOMOE_VERSION=\\"{VERSION}\\" -I{CORE}')
-        n.rule("cxx", "$cxx $flags $more -MMD -MF $out.d -c $in -o $out", depfile="$out.d", deps="gcc")
+        n.rule(
+            "cxx", "$cxx $flags $more -MMD -MF $out.d -c $in -o $out", depfile="$out.d", deps="gcc"
+        )
         n.rule("link", "$cxx -shared -Wl,--no-undefined -o $out $in $more -lpthread -ldl")
         if nvcc:
             archs = os.environ.get("DUOMOE_CUDA_ARCHS", "90").split(";")
@@ -129,15 +135,24 @@ def build_native(build_dir: Path) -> dict[str, Path]:
             import jax.ffi
             import pybind11
 
-            includes = [jax.ffi.include_dir(), pybind11.get_include(), sysconfig.get_path("include")]
+            includes = [
+                jax.ffi.include_dir(),
+                pybind11.get_include(),
+                sysconfig.get_path("include"),
+            ]
             name = "_binding" + sysconfig.get_config_var("EXT_SUFFIX")
             objects = compile_all(
-                [ROOT / "jax_frontend" / "csrc" / "binding.cc"], " ".join(f"-isystem {i}" for i in includes)
+                [ROOT / "jax_frontend" / "csrc" / "binding.cc"],
+                " ".join(f"-isystem {i}" for i in includes),
             )
             out = f"jax_frontend{name}"
-            n.build(out, "link", objects, implicit=["libduomoe.so"], variables={
-                "more": core.replace("-Wl,--no-undefined", "") + " -Wl,-z,undefs"
-            })
+            n.build(
+                out,
+                "link",
+                objects,
+                implicit=["libduomoe.so"],
+                variables={"more": core.replace("-Wl,--no-undefined", "") + " -Wl,-z,undefs"},
+            )
             products[f"jax_frontend/{name}"] = build_dir / out
         if has("torch"):
             torch_dir = Path(importlib.util.find_spec("torch").origin).parent
@@ -145,10 +160,16 @@ def build_native(build_dir: Path) -> dict[str, Path]:
             more = f"-isystem {torch_dir}/include -DTORCH_TARGET_VERSION=0x020b000000000000ULL"
             objects = compile_all([ROOT / "torch_frontend" / "csrc" / "binding.cc"], more)
             out = "torch_frontend_binding.so"
-            n.build(out, "link", objects, implicit=["libduomoe.so"], variables={
-                "more": f"{core} -L{torch_dir}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
-                " -Wl,--as-needed -Wl,--unresolved-symbols=ignore-in-shared-libs"
-            })
+            n.build(
+                out,
+                "link",
+                objects,
+                implicit=["libduomoe.so"],
+                variables={
+                    "more": f"{core} -L{torch_dir}/lib -Wl,--no-as-needed -ltorch -ltorch_cpu -lc10"
+                    " -Wl,--as-needed -Wl,--unresolved-symbols=ignore-in-shared-libs"
+                },
+            )
             products["torch_frontend/_binding.so"] = build_dir / out
         n.close()
     executable = Path(BIN_DIR) / "ninja"

@@ -1,6 +1,8 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""duomoe for JAX: the functions of duomoe as XLA FFI calls with gradients, batching and sharding rules."""
+"""duomoe for JAX: the functions of duomoe as XLA FFI calls with gradients, batching and sharding
+rules.
+"""
 
 import dataclasses as _dataclasses
 

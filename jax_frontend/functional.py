@@ -23,17 +23,23 @@ gate = _functions.gate
 swiglu = _functions.swiglu
 
 
-def load_balancing_loss(routing: Routing, config: RouterConfig, *, coeff: float = 1.0, axis_name: Any = None) -> Array:
-    """coeff * mean over sequences with n > 0 tokens of E / (K n^2) * sum_e counts_e * score_sums_e.
+def load_balancing_loss(
+    routing: Routing, config: RouterConfig, *, coeff: float = 1.0, axis_name: Any = None
+) -> Array:
+    """Average over sequences of E / (K n^2) * sum over experts of counts * score_sums, times coeff.
 
-    Switch Transformers' loss (Fedus et al. 2021, eq. 4) for K experts per token: perfect balance gives coeff.
+    A sequence of n = 0 tokens does not take part.
+
+    Switch Transformers' loss (Fedus et al. 2021, eq. 4) for K experts per token: perfect balance
+    gives coeff.
 
     Args:
         routing: what `route` returned.
         config: the same RouterConfig.
         coeff: factor of the loss.
-        axis_name: inside shard_map, the mesh axis or axes over which the tokens are spread, or None. The
-            statistics ([S, E] values) are summed by a psum. Under jit with sharded arrays nothing is needed.
+        axis_name: inside shard_map, the mesh axis or axes over which the tokens are spread, or
+            None. The statistics ([S, E] values) are summed by a psum. Under jit with sharded
+            arrays nothing is needed.
 
     Returns:
         A scalar of rank 0, float32; 0 without tokens.
@@ -42,7 +48,7 @@ def load_balancing_loss(routing: Routing, config: RouterConfig, *, coeff: float 
 
 
 def z_loss(routing: Routing, *, coeff: float = 1.0, axis_name: Any = None) -> Array:
-    """coeff * mean over tokens of logsumexp(logits)^2 (ST-MoE, Zoph et al. 2022, eq. 5).
+    """Average over tokens of logsumexp(logits)^2, times coeff (ST-MoE, Zoph et al. 2022, eq. 5).
 
     Args:
         routing: what `route` returned.
@@ -90,7 +96,8 @@ def moe(
         MoEOutput.
 
     Raises:
-        ValueError, TypeError: on a shape, dtype or option that does not fit, before any kernel runs.
+        ValueError, TypeError: on a shape, dtype or option that does not fit, before any kernel
+            runs.
     """
     return _functions._moe(
         x,

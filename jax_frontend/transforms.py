@@ -1,15 +1,18 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Carries an FFI call through JAX's transformations. Every quirk of JAX's internals that duomoe works around is here.
+"""Carries an FFI call through JAX's transformations. Every quirk of JAX's internals that duomoe
+works around is here.
 
     custom_vjp( auto_axes under an explicit mesh (
-        custom_vmap( inside shard_map ? ffi_call marked as varying : custom_partitioning(ffi_call) )))
+        custom_vmap( inside shard_map ? ffi_call marked as varying : custom_partitioning(ffi_call)
+        )))
 
-- A bare ffi_call makes the partitioner gather sharded operands; custom_partitioning has no vmap rule; and
-  neither knows shard_map's varying axes.
-- Under `jit` an op is sharded along the axes that the op table names. An output without such an axis is a sum
-  over it, so each shard's part is added up (psum); all other axes are gathered.
-- Inside shard_map a cotangent that varies over a mesh axis where its primal doesn't is a partial sum.
+- A bare ffi_call makes the partitioner gather sharded operands; custom_partitioning has no vmap
+  rule; and neither knows shard_map's varying axes.
+- Under `jit` an op is sharded along the axes that the op table names. An output without such an
+  axis is a sum over it, so each shard's part is added up (psum); all other axes are gathered.
+- Inside shard_map a cotangent that varies over a mesh axis where its primal doesn't is a partial
+  sum.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Bound:
 
     def with_first_token(self, total_tokens: int) -> Bound:
         """The same op on a slice of the tokens: the slice's start is one operand more."""
-        present = tuple(p or s.name == "first_token" for p, s in zip(self.present, self.op.inputs, strict=True))
+        present = tuple(
+            p or s.name == "first_token" for p, s in zip(self.present, self.op.inputs, strict=True)
+        )
         attributes = {**self.attributes, "total_tokens": total_tokens}
         return Bound(self.op, present, tuple(attributes.items()))
 
@@ -82,7 +87,7 @@ def target_name(op: ops.Op) -> str:
     return f"duomoe.{op.name}"
 
 
-# -- sharding ------------------------------------------------------------------------------------------
+# -- sharding --------------------------------------------------------------------------------------
 
 
 def _mesh_axes(entry: Any) -> tuple[Any, ...]:
@@ -96,7 +101,9 @@ def _spec_entry(axes: tuple[Any, ...]) -> Any:
 class Layout:
     """How the shardable axes of a bound op lie on the mesh, read off its operands."""
 
-    def __init__(self, bound: Bound, mesh: Any, shapes: Sequence[Any], specs: Sequence[Any]) -> None:
+    def __init__(
+        self, bound: Bound, mesh: Any, shapes: Sequence[Any], specs: Sequence[Any]
+    ) -> None:
         self.bound = bound
         self.axes: dict[str, tuple[Any, ...]] = {}
         taken: set[Any] = set()
@@ -119,7 +126,12 @@ class Layout:
         """Sum the outputs that lack a sharded axis over its mesh axes."""
 
         def total(tensor: ops.TensorSpec, x: jax.Array) -> jax.Array:
-            over = tuple(n for letter, names in self.axes.items() if letter not in "".join(tensor.axes) for n in names)
+            over = tuple(
+                n
+                for letter, names in self.axes.items()
+                if letter not in "".join(tensor.axes)
+                for n in names
+            )
             return jax.lax.psum(x, over) if over else x
 
         return tuple(total(t, x) for t, x in zip(self.bound.op.outputs, results, strict=True))
@@ -132,7 +144,10 @@ def _sharding_rule(bound: Bound) -> tuple[str, tuple[str, ...]]:
 
     def side(tensors: Sequence[ops.TensorSpec]) -> str:
         return ", ".join(
-            " ".join(factors.setdefault(axis, next(unused) if axis not in factors else "") for axis in t.axes)
+            " ".join(
+                factors.setdefault(axis, next(unused) if axis not in factors else "")
+                for axis in t.axes
+            )
             for t in tensors
         )
 
@@ -151,13 +166,19 @@ def _partitioned(bound: Bound) -> Callable[..., Arrays]:
         local = bound
 
         if slices and bound.attributes["num_sequences"] > 1:
-            total = next(a.shape[t.axes.index("T")] for t, a in zip(bound.inputs, args, strict=True) if "T" in t.axes)
+            total = next(
+                a.shape[t.axes.index("T")]
+                for t, a in zip(bound.inputs, args, strict=True)
+                if "T" in t.axes
+            )
             local = bound.with_first_token(total)
 
         def shard(*arrays: jax.Array) -> Arrays:
             if local is not bound:
                 shards = int(np.prod([mesh.shape[name] for name in tokens]))
-                first = jax.lax.axis_index(tokens) * jnp.int32(local.attributes["total_tokens"] // shards)
+                first = jax.lax.axis_index(tokens) * jnp.int32(
+                    local.attributes["total_tokens"] // shards
+                )
                 position = [s.name for s in local.inputs].index("first_token")
                 arrays = (*arrays[:position], first.astype(jnp.int32), *arrays[position:])
             return layout.add_up(local(*arrays))
@@ -174,7 +195,7 @@ def _partitioned(bound: Bound) -> Callable[..., Arrays]:
     return wrapped
 
 
-# -- shard_map -----------------------------------------------------------------------------------------
+# -- shard_map -------------------------------------------------------------------------------------
 
 
 def varying(x: Any) -> frozenset[Any]:
@@ -201,7 +222,9 @@ def _unvary(cotangent: jax.Array, primal_varies: frozenset[Any]) -> jax.Array:
 
 
 def _like(gradient: jax.Array, primal: _Primal) -> jax.Array:
-    """A gradient in the type of its primal: added up, and under an explicit mesh laid out as the primal is."""
+    """A gradient in the type of its primal: added up, and under an explicit mesh laid out as the
+    primal is.
+    """
     gradient = _unvary(gradient, primal.varies)
     if primal.spec is not None and jax.typeof(gradient).sharding.spec != primal.spec:
         gradient = jax.sharding.reshard(gradient, primal.spec)
@@ -227,7 +250,11 @@ class _Primal:
 
     @classmethod
     def of(cls, x: jax.Array) -> _Primal:
-        return cls(varying(x), x.dtype.name, None if _explicit_mesh() is None else jax.typeof(x).sharding.spec)
+        return cls(
+            varying(x),
+            x.dtype.name,
+            None if _explicit_mesh() is None else jax.typeof(x).sharding.spec,
+        )
 
 
 @jax.tree_util.register_static
@@ -236,11 +263,13 @@ class _Static:
     primals: tuple[_Primal | None, ...]
 
 
-# -- composition ---------------------------------------------------------------------------------------
+# -- composition -----------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
-def _bound_call(name: str, present: tuple[bool, ...], attributes: Attributes) -> Callable[..., Arrays]:
+def _bound_call(
+    name: str, present: tuple[bool, ...], attributes: Attributes
+) -> Callable[..., Arrays]:
     """An op as a function of its present inputs, without a derivative."""
     bound = Bound(TABLE[name], present, attributes)
     partitioned = _partitioned(bound)
@@ -252,12 +281,18 @@ def _bound_call(name: str, present: tuple[bool, ...], attributes: Attributes) ->
         return partitioned(*arrays)
 
     @batched.def_vmap
-    def rule(axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
+    def rule(
+        axis_size: int, in_batched: Sequence[bool], *arrays: jax.Array
+    ) -> tuple[Arrays, tuple[bool, ...]]:
+        if not any(in_batched):
+            return batched(*arrays), (False,) * len(bound.op.outputs)
         mapped = [a for a, b in zip(arrays, in_batched, strict=True) if b]
 
         def one(slices: Sequence[jax.Array]) -> Arrays:
             left = iter(slices)
-            return batched(*(next(left) if b else a for a, b in zip(arrays, in_batched, strict=True)))
+            return batched(
+                *(next(left) if b else a for a, b in zip(arrays, in_batched, strict=True))
+            )
 
         return jax.lax.map(one, mapped), (True,) * len(bound.op.outputs)
 
@@ -283,14 +318,18 @@ def _bound_call(name: str, present: tuple[bool, ...], attributes: Attributes) ->
 
 def _apply(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]) -> Arrays:
     present = tuple(x is not None for x in inputs)
-    values = tuple(zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True))
+    values = tuple(
+        zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True)
+    )
     return _bound_call(op.name, present, values)(*(x for x in inputs if x is not None))
 
 
 @functools.lru_cache(maxsize=4096)
 def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
     op, values = TABLE[name], dict(attributes)
-    kept = sorted({source for step in op.gradient_steps for source in step.sources if source[0] != "grad"})
+    kept = sorted(
+        {source for step in op.gradient_steps for source in step.sources if source[0] != "grad"}
+    )
 
     @jax.custom_vjp
     def function(*inputs: jax.Array | None) -> Arrays:
@@ -303,12 +342,20 @@ def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
         return outputs, (tuple(pool[kind][i] for kind, i in kept), static)
 
     def backward(residuals: Any, cotangents: Arrays) -> tuple[Any, ...]:
+        for spec, cotangent in zip(op.outputs, cotangents, strict=True):
+            if not spec.is_float and cotangent.dtype != jax.dtypes.float0:
+                raise TypeError(
+                    f"duomoe: output {spec.name} of {name} is an integer and takes no cotangent "
+                    f"(float0), got {cotangent.dtype}"
+                )
         saved = dict(zip(kept, residuals[0], strict=True))
         primals = residuals[1].primals
         dtypes = [None if p is None else p.dtype for p in primals]
         gradients: list[Any] = [None] * len(op.inputs)
         for step in op.gradient_steps:
-            inputs = [cotangents[i] if kind == "grad" else saved[kind, i] for kind, i in step.sources]
+            inputs = [
+                cotangents[i] if kind == "grad" else saved[kind, i] for kind, i in step.sources
+            ]
             results = _apply(step.op, inputs, op.gradient_attributes(step, values, dtypes))
             for target, gradient in zip(step.targets, results, strict=True):
                 if primals[target] is not None:
@@ -323,7 +370,9 @@ def call(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str
     """Run an op; the result is a tuple, of one output too."""
     if not op.backward:
         return _apply(op, inputs, attributes)
-    values = tuple(zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True))
+    values = tuple(
+        zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True)
+    )
     return _differentiable(op.name, values)(*inputs)
 
 
@@ -334,7 +383,8 @@ def fork(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _fork_backward(_: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    return _apply(TABLE["add"], cotangents, {})
+    (total,) = _apply(TABLE["add"], cotangents, {})
+    return (total,)
 
 
 fork.defvjp(lambda x: ((x, x), None), _fork_backward)

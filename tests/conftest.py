@@ -28,7 +28,12 @@ def torch_adapter() -> TorchAdapter:
     return TorchAdapter()
 
 
-@pytest.fixture(params=[pytest.param("jax", marks=pytest.mark.jax), pytest.param("torch", marks=pytest.mark.torch)])
+@pytest.fixture(
+    params=[
+        pytest.param("jax", marks=pytest.mark.jax),
+        pytest.param("torch", marks=pytest.mark.torch),
+    ]
+)
 def adapter(request: pytest.FixtureRequest) -> JaxAdapter | TorchAdapter:
     """Each front end in turn."""
     return request.getfixturevalue(f"{request.param}_adapter")

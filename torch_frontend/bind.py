@@ -32,7 +32,9 @@ def overload(op: ops.Op) -> Any:
     return getattr(torch.ops.duomoe, op.name).default
 
 
-def call(op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+def call(
+    op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
     """Run an op; the result is a tuple, of one output too."""
     result = overload(op)(*inputs, *op.attribute_values(attributes))
     return result if isinstance(result, tuple) else (result,)
@@ -44,7 +46,9 @@ def _split(op: ops.Op, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, An
 
 
 def _shapes(tensors: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[str | None]]:
-    return [None if t is None else t.shape for t in tensors], [None if t is None else dtype_name(t) for t in tensors]
+    return [None if t is None else t.shape for t in tensors], [
+        None if t is None else dtype_name(t) for t in tensors
+    ]
 
 
 def _results(op: ops.Op, outputs: Sequence[torch.Tensor]) -> Any:
@@ -99,7 +103,9 @@ def _register_gradient(op: ops.Op) -> None:
                 continue
             attributes = op.gradient_attributes(step, ctx.attributes, ctx.input_dtypes)
             for target, gradient in zip(
-                step.targets, call(step.op, [fetch(s) for s in step.sources], attributes), strict=True
+                step.targets,
+                call(step.op, [fetch(s) for s in step.sources], attributes),
+                strict=True,
             ):
                 if ctx.needs_input_grad[target]:
                     result[target] = gradient
@@ -108,12 +114,20 @@ def _register_gradient(op: ops.Op) -> None:
     torch.library.register_autograd(f"duomoe::{op.name}", backward, setup_context=setup_context)
 
 
-def _gradient_dtypes(op: ops.Op, attributes: dict[str, Any], input_dtypes: Sequence[str | None]) -> list[str]:
+def _gradient_dtypes(
+    op: ops.Op, attributes: dict[str, Any], input_dtypes: Sequence[str | None]
+) -> list[str]:
     variables = {
-        spec.dtype: dtype for spec, dtype in zip(op.inputs, input_dtypes, strict=True) if spec.dtype[0] == "<" and dtype
+        spec.dtype: dtype
+        for spec, dtype in zip(op.inputs, input_dtypes, strict=True)
+        if spec.dtype[0] == "<" and dtype
     }
     return [
-        variables[o.dtype] if o.dtype[0] == "<" else attributes[o.dtype[1:]] if o.dtype[0] == "@" else o.dtype
+        variables[o.dtype]
+        if o.dtype[0] == "<"
+        else attributes[o.dtype[1:]]
+        if o.dtype[0] == "@"
+        else o.dtype
         for o in op.outputs
     ]
 
@@ -133,12 +147,16 @@ def _register_no_gradient(op: ops.Op) -> None:
 def _register_vmap(op: ops.Op) -> None:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
         slices = [
-            overload(op)(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
+            overload(op)(
+                *(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
+            )
             for i in range(info.batch_size)
         ]
         if len(op.outputs) == 1:
             return torch.stack(slices), 0
-        return tuple(torch.stack(parts) for parts in zip(*slices, strict=True)), (0,) * len(op.outputs)
+        return tuple(torch.stack(parts) for parts in zip(*slices, strict=True)), (0,) * len(
+            op.outputs
+        )
 
     torch.library.register_vmap(f"duomoe::{op.name}", rule)
 

@@ -88,16 +88,16 @@ class TorchFrontEnd:
             device = device or x.device
             if x.device != device:
                 raise ValueError(
-                    f"{op}: all arguments must be on one device, but {tensor_spec.name} is on {x.device} "
-                    f"and others are on {device}"
+                    f"{op}: all arguments must be on one device, but {tensor_spec.name} is on "
+                    f"{x.device} and others are on {device}"
                 )
         spec.bind(shapes, dtypes, attributes)
         return bind.call(spec, inputs, dict(attributes))
 
     def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` twice, its cotangents joined by the core."""
-        return _Fork.apply(x)  # type: ignore[no-untyped-call]
+        return _Fork.apply(x)
 
     def all_sum(self, x: torch.Tensor, over: Any) -> torch.Tensor:
         """The sum over the ranks of a process group."""
-        return _AllSum.apply(x, over)  # type: ignore[no-untyped-call]
+        return _AllSum.apply(x, over)

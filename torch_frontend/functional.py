@@ -23,18 +23,24 @@ gate = _functions.gate
 swiglu = _functions.swiglu
 
 
-def load_balancing_loss(routing: Routing, config: RouterConfig, *, coeff: float = 1.0, group: Any = None) -> Array:
-    """coeff * mean over sequences with n > 0 tokens of E / (K n^2) * sum_e counts_e * score_sums_e.
+def load_balancing_loss(
+    routing: Routing, config: RouterConfig, *, coeff: float = 1.0, group: Any = None
+) -> Array:
+    """Average over sequences of E / (K n^2) * sum over experts of counts * score_sums, times coeff.
 
-    Switch Transformers' loss (Fedus et al. 2021, eq. 4) for K experts per token: perfect balance gives coeff.
+    A sequence of n = 0 tokens does not take part.
+
+    Switch Transformers' loss (Fedus et al. 2021, eq. 4) for K experts per token: perfect balance
+    gives coeff.
 
     Args:
         routing: what `route` returned.
         config: the same RouterConfig.
         coeff: factor of the loss.
-        group: a torch.distributed process group over which the tokens are spread, or None. The statistics
-            ([S, E] values) are all-reduced, and so are their cotangents: averaging gradients over the group,
-            as DistributedDataParallel does, gives the gradient of the one global loss.
+        group: a torch.distributed process group over which the tokens are spread, or None. The
+            statistics ([S, E] values) are all-reduced, and so are their cotangents: averaging
+            gradients over the group, as DistributedDataParallel does, gives the gradient of the
+            one global loss.
 
     Returns:
         A scalar of rank 0, float32; 0 without tokens.
@@ -43,7 +49,7 @@ def load_balancing_loss(routing: Routing, config: RouterConfig, *, coeff: float 
 
 
 def z_loss(routing: Routing, *, coeff: float = 1.0, group: Any = None) -> Array:
-    """coeff * mean over tokens of logsumexp(logits)^2 (ST-MoE, Zoph et al. 2022, eq. 5).
+    """Average over tokens of logsumexp(logits)^2, times coeff (ST-MoE, Zoph et al. 2022, eq. 5).
 
     Args:
         routing: what `route` returned.
@@ -91,7 +97,8 @@ def moe(
         MoEOutput.
 
     Raises:
-        ValueError, TypeError: on a shape, dtype or option that does not fit, before any kernel runs.
+        ValueError, TypeError: on a shape, dtype or option that does not fit, before any kernel
+            runs.
     """
     return _functions._moe(
         x,

@@ -40,23 +40,27 @@ def _number(name: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RouterConfig:
-    """How tokens choose experts and how the choices are weighted. Frozen, hashable, safe as a static argument.
+    """How tokens choose experts and how the choices are weighted. Frozen, hashable, safe as a
+    static argument.
 
     Attributes:
         num_experts: E.
         top_k: K experts per token, 1 <= K <= E.
-        score: s(z): "softmax" (over all experts), "sigmoid", or "sqrtsoftplus" = sqrt(log(1 + e^z)).
-        score_scope: "selected" takes the softmax over the selected experts only (softmax, select_on="logit").
+        score: s(z): "softmax" (over all experts), "sigmoid", or "sqrtsoftplus" = sqrt(log(1 +
+            e^z)).
+        score_scope: "selected" takes the softmax over the selected experts only (softmax,
+            select_on="logit").
         select_on: experts are ranked by "score" + bias or by "logit" + bias.
         num_groups: G groups of E / G neighbouring experts.
         group_top_k: groups that stay; they must hold at least K experts.
-        group_score_k: a group's value is the sum of its best `group_score_k` selection values (1 = the largest).
+        group_score_k: a group's value is the sum of its best `group_score_k` selection values (1 =
+            the largest).
         normalize: divide the weights by their sum; "if_k_gt_1" leaves K = 1 alone.
         eps: joins the sum as eps_mode says: "add" sum + eps, "clamp" max(sum, eps).
         eps_mode: "add" or "clamp".
         scale: the last factor of every weight.
-        counts: what the load-balancing loss counts: the "actual" routing, or an "unbiased" plain top-K of the
-            scores without bias and groups.
+        counts: what the load-balancing loss counts: the "actual" routing, or an "unbiased" plain
+            top-K of the scores without bias and groups.
 
     Raises:
         ValueError, TypeError: on an option that is out of range or contradicts another.
@@ -80,7 +84,8 @@ class RouterConfig:
         _integer("num_experts", self.num_experts, 1)
         if isinstance(self.top_k, int) and not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
-                f"top_k must be between 1 and the number of experts ({self.num_experts}), got {self.top_k}"
+                f"top_k must be between 1 and the number of experts ({self.num_experts}), "
+                f"got {self.top_k}"
             )
         _integer("top_k", self.top_k, 1)
         _choice("score", self.score, SCORES)
@@ -98,31 +103,40 @@ class RouterConfig:
             raise ValueError(f"eps must not be negative, got {self.eps}")
         if self.num_experts % self.num_groups:
             raise ValueError(
-                f"num_experts ({self.num_experts}) must be divisible by num_groups ({self.num_groups})"
+                f"num_experts ({self.num_experts}) must be divisible by "
+                f"num_groups ({self.num_groups})"
             )
         kept = self.group_top_k * (self.num_experts // self.num_groups)
         if kept < self.top_k:
             raise ValueError(
-                f"group_top_k = {self.group_top_k} keeps {kept} experts, fewer than top_k = {self.top_k}"
+                f"group_top_k = {self.group_top_k} keeps {kept} experts, "
+                f"fewer than top_k = {self.top_k}"
             )
         if self.score_scope == "selected":
             if self.score != "softmax":
-                raise ValueError(f"score_scope='selected' is for score='softmax' only, got {self.score!r}")
+                raise ValueError(
+                    f"score_scope='selected' is for score='softmax' only, got {self.score!r}"
+                )
             if self.select_on != "logit":
                 raise ValueError("score_scope='selected' needs select_on='logit'")
             if self.eps != 0:
                 raise ValueError(
-                    f"score_scope='selected' needs eps=0, its weights already sum to one; got {self.eps}"
+                    f"score_scope='selected' needs eps=0, its weights already sum to one; "
+                    f"got {self.eps}"
                 )
 
     def attributes(self, *, num_sequences: int) -> dict[str, Any]:
         """The static attributes of the core's `route` op."""
-        # A softmax over the selected experts equals the softmax over all of them, divided by its sum.
-        normalize = True if self.score_scope == "selected" else self.normalize
+        # A softmax over the selected experts equals the softmax over all of them, divided by its
+        # sum.
+        if self.score_scope == "selected" or self.normalize is True:
+            normalize = "always"
+        else:
+            normalize = "never" if self.normalize is False else self.normalize
         return {
             "top_k": self.top_k,
             "score": self.score,
-            "normalize": {True: "always", False: "never"}.get(normalize, normalize),  # type: ignore[call-overload]
+            "normalize": normalize,
             "eps": float(self.eps),
             "eps_mode": self.eps_mode,
             "scale": float(self.scale),
@@ -149,5 +163,7 @@ class RouterConfig:
         options = json.loads(text)
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(options) - known):
-            raise ValueError(f"unknown router option {unknown[0]!r}; allowed: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"unknown router option {unknown[0]!r}; allowed: {', '.join(sorted(known))}"
+            )
         return cls(**options)

@@ -46,7 +46,9 @@ class FrontEnd(Protocol):
     def stop_gradient(self, x: Array) -> Array:
         """`x` without a gradient."""
 
-    def call(self, op: str, inputs: Sequence[Array | None], attributes: Mapping[str, Any]) -> tuple[Array, ...]:
+    def call(
+        self, op: str, inputs: Sequence[Array | None], attributes: Mapping[str, Any]
+    ) -> tuple[Array, ...]:
         """Run an op of the table."""
 
     def fork(self, x: Array) -> tuple[Array, Array]:
@@ -73,8 +75,12 @@ def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def plan_rows(slots: int, num_experts: int, capacity: int | None, alignment: int, max_rows: int | None) -> int:
-    """R, the rows that a plan needs in the worst case: every expert's block padded to `alignment`."""
+def plan_rows(
+    slots: int, num_experts: int, capacity: int | None, alignment: int, max_rows: int | None
+) -> int:
+    """R, the rows that a plan needs in the worst case: every expert's block padded to
+    `alignment`.
+    """
     rows = (slots + min(num_experts, slots) * (alignment - 1)) // alignment * alignment
     if capacity is not None:
         rows = min(rows, num_experts * (-(-capacity // alignment) * alignment))
@@ -88,7 +94,7 @@ class Functions:
         self._frontend = frontend
         self._table = table()  # read once: torch.compile cannot trace the loading of the library
 
-    # -- arguments -----------------------------------------------------------------------------------
+    # -- arguments ---------------------------------------------------------------------------------
 
     def _array(self, name: str, value: Any, rank: int, letters: str) -> Array:
         value = self._frontend.check_array(name, value)
@@ -97,7 +103,9 @@ class Functions:
         return value
 
     def _indices(self, indices: Any, letters: str, limit: int) -> Array:
-        """Integer ids as int32; ids that int32 cannot hold become `limit`, which is out of range."""
+        """Integer ids as int32; ids that int32 cannot hold become `limit`, which is out of
+        range.
+        """
         indices = self._array("indices", indices, 2, letters)
         dtype = self._frontend.dtype(indices)
         if dtype not in INTEGER_DTYPES:
@@ -106,12 +114,16 @@ class Functions:
             indices = self._frontend.clip(indices, 0 if dtype == "uint32" else -1, limit)
         return indices if dtype == "int32" else self._frontend.cast(indices, "int32")
 
-    def _record(self, record: type[Record], op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]) -> Record:
+    def _record(
+        self, record: type[Record], op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> Record:
         """Run an op whose outputs have the names of a record's fields."""
         outputs = self._frontend.call(op, inputs, attributes)
-        return record(**{spec.name: out for spec, out in zip(self._table[op].outputs, outputs, strict=True)})
+        return record(
+            **{spec.name: out for spec, out in zip(self._table[op].outputs, outputs, strict=True)}
+        )
 
-    # -- router --------------------------------------------------------------------------------------
+    # -- router ------------------------------------------------------------------------------------
 
     def route(
         self,
@@ -125,24 +137,28 @@ class Functions:
     ) -> Routing:
         """Choose K experts per token and weight them; all arithmetic is float32.
 
-        Experts are ordered by selection value, larger first, ties to the lower id; -inf logits rank below
-        every finite value and NaN below those. The K ids of a token are distinct and in range.
+        Experts are ordered by selection value, larger first, ties to the lower id; -inf logits
+        rank below every finite value and NaN below those. The K ids of a token are distinct and in
+        range.
 
         Args:
             logits: [T, E] float32, bfloat16 or float16.
             config: the RouterConfig; config.num_experts is E, config.top_k is K.
-            bias: [E] float32, added for selection only; gets no gradient and never touches a weight.
-            indices: [T, K] integers; selection is skipped, and the weights come from the live logits at these
-                ids (hash routing, replay). -1 or an id out of range is an unused slot; the same id twice is two
-                slots.
-            token_mask: [T] bool; a masked token (False) gets ids -1, weights 0, no count and gradient 0.
+            bias: [E] float32, added for selection only; gets no gradient and never touches a
+                weight.
+            indices: [T, K] integers; selection is skipped, and the weights come from the live
+                logits at these ids (hash routing, replay). -1 or an id out of range is an unused
+                slot; the same id twice is two slots.
+            token_mask: [T] bool; a masked token (False) gets ids -1, weights 0, no count and
+                gradient 0.
             num_sequences: S; the tokens of a sequence are neighbours and T must be divisible by S.
 
         Returns:
             Routing. Gradients flow to the logits from weights, score_sums and logsumexp_sq.
 
         Raises:
-            ValueError: on a shape or option that does not fit; TypeError: on a dtype that is not allowed.
+            ValueError: on a shape or option that does not fit; TypeError: on a dtype that is not
+                allowed.
         """
         if not isinstance(config, RouterConfig):
             raise TypeError(f"config must be a RouterConfig, got {type(config).__name__}")
@@ -150,12 +166,15 @@ class Functions:
         tokens, experts = logits.shape
         if experts != config.num_experts:
             raise ValueError(
-                f"logits must have shape [T, E] with E = config.num_experts = {config.num_experts}, "
-                f"got {list(logits.shape)}"
+                f"logits must have shape [T, E] with E = config.num_experts = "
+                f"{config.num_experts}, got {list(logits.shape)}"
             )
         _at_least("num_sequences", num_sequences, 1)
         if tokens % num_sequences:
-            raise ValueError(f"the number of tokens ({tokens}) must be divisible by num_sequences ({num_sequences})")
+            raise ValueError(
+                f"the number of tokens ({tokens}) must be divisible by "
+                f"num_sequences ({num_sequences})"
+            )
         if bias is not None:
             bias = self._frontend.stop_gradient(self._array("bias", bias, 1, "E"))
         if indices is not None:
@@ -170,9 +189,11 @@ class Functions:
             config.attributes(num_sequences=num_sequences),
         )
 
-    # -- losses --------------------------------------------------------------------------------------
+    # -- losses ------------------------------------------------------------------------------------
 
-    def _load_balancing_loss(self, routing: Routing, config: RouterConfig, coeff: float, over: Any) -> Array:
+    def _load_balancing_loss(
+        self, routing: Routing, config: RouterConfig, coeff: float, over: Any
+    ) -> Array:
         counts, sums, tokens = routing.sequence_counts, routing.score_sums, routing.num_tokens
         if over is not None:
             counts, sums, tokens = (self._frontend.all_sum(a, over) for a in (counts, sums, tokens))
@@ -188,7 +209,7 @@ class Functions:
         (loss,) = self._frontend.call("z_loss", (squares, tokens), {"coeff": coeff})
         return loss
 
-    # -- dispatch ------------------------------------------------------------------------------------
+    # -- dispatch ----------------------------------------------------------------------------------
 
     def plan_dispatch(
         self,
@@ -203,18 +224,19 @@ class Functions:
     ) -> DispatchPlan:
         """Order the slots by expert, then token, then slot.
 
-        R is static: T * K, more where `alignment` pads every block, less where `capacity` or `max_rows` bound it.
-        Ids outside [0, E) are unused slots.
+        R is static: T * K, more where `alignment` pads every block, less where `capacity` or
+        `max_rows` bound it. Ids outside [0, E) are unused slots.
 
         Args:
             indices: [T, K] integers.
             num_experts: E.
             capacity: rows kept per expert; None keeps all.
-            drop_order: which rows a full expert keeps: "position" the first in row order, "weight" those of the
-                largest weights (ties: row order).
+            drop_order: which rows a full expert keeps: "position" the first in row order, "weight"
+                those of the largest weights (ties: row order).
             weights: [T, K] float32, needed by drop_order="weight".
             alignment: every expert's block starts at a multiple of it.
-            max_rows: upper bound of R, a multiple of `alignment`; rows beyond it are dropped and counted.
+            max_rows: upper bound of R, a multiple of `alignment`; rows beyond it are dropped and
+                counted.
 
         Returns:
             DispatchPlan; routed_counts - expert_counts are the dropped rows.
@@ -230,7 +252,9 @@ class Functions:
         if max_rows is not None:
             _at_least("max_rows", max_rows, 0)
             if max_rows % alignment:
-                raise ValueError(f"max_rows ({max_rows}) must be a multiple of alignment ({alignment})")
+                raise ValueError(
+                    f"max_rows ({max_rows}) must be a multiple of alignment ({alignment})"
+                )
         if drop_order == "weight" and weights is None:
             raise ValueError("drop_order='weight' needs weights, got None")
         indices = self._indices(indices, "T, K", num_experts)
@@ -251,21 +275,24 @@ class Functions:
         )
 
     def permute(self, x: Array, plan: DispatchPlan) -> Array:
-        """Copy token rows into expert order: rows[r] = x[t] for the slot (t, k) of row r; padding rows are 0.
+        """Copy token rows into expert order: rows[r] = x[t] for the slot (t, k) of row r; padding
+        rows are 0.
 
         Args:
             x: [T, D] float32, bfloat16 or float16.
             plan: DispatchPlan of these T tokens.
 
         Returns:
-            [R, D] in x's dtype. The gradient sums a token's rows in slot order, in float32, and rounds once.
+            [R, D] in x's dtype. The gradient sums a token's rows in slot order, in float32, and
+            rounds once.
         """
         x = self._array("x", x, 2, "T, D")
         (rows,) = self._frontend.call("permute", (x, plan.row_of_slot, plan.slot_of_row), {})
         return rows
 
     def combine(self, rows: Array, plan: DispatchPlan, weights: Array | None = None) -> Array:
-        """Bring rows back to token order: y[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]].
+        """Bring rows back to token order: y[t] = sum over k of weights[t, k] * rows[row_of_slot[t,
+        k]].
 
         The sum is in float32, in slot order, and rounded once; dropped slots contribute nothing.
 
@@ -280,12 +307,16 @@ class Functions:
         rows = self._array("rows", rows, 2, "R, D")
         if weights is not None:
             weights = self._array("weights", weights, 2, "T, K")
-        (y,) = self._frontend.call("combine", (rows, plan.row_of_slot, plan.slot_of_row, weights), {})
+        (y,) = self._frontend.call(
+            "combine", (rows, plan.row_of_slot, plan.slot_of_row, weights), {}
+        )
         return y
 
-    # -- experts -------------------------------------------------------------------------------------
+    # -- experts -----------------------------------------------------------------------------------
 
-    def grouped_matmul(self, rows: Array, w: Array, plan: DispatchPlan, *, out_dtype: str | None = None) -> Array:
+    def grouped_matmul(
+        self, rows: Array, w: Array, plan: DispatchPlan, *, out_dtype: str | None = None
+    ) -> Array:
         """Multiply each expert's rows with its matrix, summing in float32.
 
         Args:
@@ -295,13 +326,16 @@ class Functions:
             out_dtype: "float32", "bfloat16" or "float16"; None takes that of the rows.
 
         Returns:
-            [R, N]; rows that belong to no slot are 0. An expert without rows has a gradient of exactly 0.
+            [R, N]; rows that belong to no slot are 0. An expert without rows has a gradient of
+            exactly 0.
         """
         rows = self._array("rows", rows, 2, "R, D")
         w = self._array("w", w, 3, "E, D, N")
         out_dtype = self._float_dtype("out_dtype", out_dtype) or self._frontend.dtype(rows)
         (out,) = self._frontend.call(
-            "grouped_matmul", (rows, w, plan.expert_offsets, plan.expert_counts), {"out_dtype": out_dtype}
+            "grouped_matmul",
+            (rows, w, plan.expert_offsets, plan.expert_counts),
+            {"out_dtype": out_dtype},
         )
         return out
 
@@ -311,7 +345,12 @@ class Functions:
         return value
 
     def gate(
-        self, x: Array, router: Array, router_bias: Array | None = None, *, gate_dtype: str = "float32"
+        self,
+        x: Array,
+        router: Array,
+        router_bias: Array | None = None,
+        *,
+        gate_dtype: str = "float32",
     ) -> Array:
         """The router's product: logits = x . router + router_bias.
 
@@ -319,7 +358,8 @@ class Functions:
             x: [T, D] float32, bfloat16 or float16.
             router: [D, E] float32, bfloat16 or float16.
             router_bias: [E] float32, bfloat16 or float16.
-            gate_dtype: x and router are rounded to it, the sum is float32, the logits are rounded to it.
+            gate_dtype: x and router are rounded to it, the sum is float32, the logits are rounded
+                to it.
 
         Returns:
             [T, E] in gate_dtype.
@@ -329,7 +369,9 @@ class Functions:
         if router_bias is not None:
             router_bias = self._array("router_bias", router_bias, 1, "E")
         _one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
-        (logits,) = self._frontend.call("gate", (x, router, router_bias), {"gate_dtype": gate_dtype})
+        (logits,) = self._frontend.call(
+            "gate", (x, router, router_bias), {"gate_dtype": gate_dtype}
+        )
         return logits
 
     def swiglu(self, gate: Array, up: Array) -> Array:
@@ -347,7 +389,7 @@ class Functions:
         (out,) = self._frontend.call("swiglu", (gate, up), {})
         return out
 
-    # -- block ---------------------------------------------------------------------------------------
+    # -- block -------------------------------------------------------------------------------------
 
     def _moe(
         self,
@@ -405,7 +447,8 @@ class Functions:
         )
         rows_gate, rows_up = self._frontend.fork(self.permute(for_rows, plan))
         hidden = self.swiglu(
-            self.grouped_matmul(rows_gate, params.w_gate, plan), self.grouped_matmul(rows_up, params.w_up, plan)
+            self.grouped_matmul(rows_gate, params.w_gate, plan),
+            self.grouped_matmul(rows_up, params.w_up, plan),
         )
         y = self.combine(self.grouped_matmul(hidden, params.w_down, plan), plan, routing.weights)
         return MoEOutput(
@@ -413,7 +456,7 @@ class Functions:
             routing=routing,
             load_balancing_loss=self._load_balancing_loss(routing, config, 1.0, over),
             z_loss=self._z_loss(routing, 1.0, over),
-            expert_counts=plan.routed_counts,
+            expert_counts=routing.expert_counts,
             kept_counts=plan.expert_counts,
         )
 

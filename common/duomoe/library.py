@@ -49,11 +49,14 @@ def has_kernel(op: str, backend: str) -> bool:
     return bool(load().duomoe_has_kernel(names.index(op), ("cpu", "cuda").index(backend)))
 
 
-def missing_binding(package: str, framework: str, extra: str, error: ImportError) -> ImportError:
-    """The error for a front end that cannot be imported, in one sentence that says what to install."""
+def missing_binding(package: str, framework: str, extra: str, error: Exception) -> ImportError:
+    """The error for a front end that cannot be imported, in one sentence that says what to
+    install.
+    """
     if getattr(error, "name", None) == framework:
         return ImportError(
-            f"{package} needs {framework}, which is not installed; run: pip install 'duomoe[{extra}]'"
+            f"{package} needs {framework}, which is not installed; "
+            f"run: pip install 'duomoe[{extra}]'"
         )
     return ImportError(
         f"{package} was installed without its {framework} binding ({error}); "

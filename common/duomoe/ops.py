@@ -20,7 +20,9 @@ FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """An input or output: `axes` are letters, the last with "+1" if it is one longer than its letter."""
+    """An input or output: `axes` are letters, the last with "+1" if it is one longer than its
+    letter.
+    """
 
     name: str
     axes: tuple[str, ...]
@@ -49,9 +51,9 @@ class AttributeSpec:
 class GradientStep:
     """One backward op of an op.
 
-    `sources[i]` tells where input i of `op` comes from: ("input", j), ("output", j) or ("grad", j), j a
-    position among the forward op's inputs or outputs. `targets[i]` is the forward input whose gradient
-    output i is.
+    `sources[i]` tells where input i of `op` comes from: ("input", j), ("output", j) or ("grad",
+    j), j a position among the forward op's inputs or outputs. `targets[i]` is the forward input
+    whose gradient output i is.
     """
 
     op: Op
@@ -71,18 +73,24 @@ class Op:
     attributes: tuple[AttributeSpec, ...]
     backward: tuple[str, ...]
 
-    # -- attributes ----------------------------------------------------------------------------------
+    # -- attributes --------------------------------------------------------------------------------
 
     def attribute_values(self, values: Mapping[str, Any]) -> tuple[Any, ...]:
         """`values` in the table's order, with a float for every float attribute."""
-        return tuple(float(values[a.name]) if a.kind == "float" else values[a.name] for a in self.attributes)
+        return tuple(
+            float(values[a.name]) if a.kind == "float" else values[a.name] for a in self.attributes
+        )
 
-    # -- shapes and dtypes ---------------------------------------------------------------------------
+    # -- shapes and dtypes -------------------------------------------------------------------------
 
     def bind(
-        self, shapes: Sequence[Sequence[int] | None], dtypes: Sequence[str | None], attributes: Mapping[str, Any]
+        self,
+        shapes: Sequence[Sequence[int] | None],
+        dtypes: Sequence[str | None],
+        attributes: Mapping[str, Any],
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Check the inputs against the table; return the length of every axis and every dtype variable.
+        """Check the inputs against the table; return the length of every axis and every dtype
+        variable.
 
         Raises:
             ValueError: an input is missing, or its shape disagrees with the table or another input.
@@ -104,7 +112,8 @@ class Op:
             known = {name: length for name, length in axes.items() if name in "".join(spec.axes)}
             where = "".join(f", {name} = {length}" for name, length in known.items())
             return ValueError(
-                f"{self.name}: {spec.name} must have shape [{', '.join(spec.axes)}]{where}, got {list(shape)}"
+                f"{self.name}: {spec.name} must have shape [{', '.join(spec.axes)}]{where}, "
+                f"got {list(shape)}"
             )
 
         if len(shape) != len(spec.axes):
@@ -127,13 +136,18 @@ class Op:
         if dtype not in allowed:
             raise TypeError(f"{self.name}: {spec.name} must be {' or '.join(allowed)}, got {dtype}")
 
-    def _output_dtype(self, spec: TensorSpec, variables: dict[str, str], attributes: Mapping[str, Any]) -> str:
+    def _output_dtype(
+        self, spec: TensorSpec, variables: dict[str, str], attributes: Mapping[str, Any]
+    ) -> str:
         if spec.dtype.startswith("<"):
             return variables[spec.dtype]
         return attributes[spec.dtype[1:]] if spec.dtype.startswith("@") else spec.dtype
 
     def infer(
-        self, shapes: Sequence[Sequence[int] | None], dtypes: Sequence[str | None], attributes: Mapping[str, Any]
+        self,
+        shapes: Sequence[Sequence[int] | None],
+        dtypes: Sequence[str | None],
+        attributes: Mapping[str, Any],
     ) -> list[tuple[tuple[Any, ...], str]]:
         """Check the inputs, then return (shape, dtype) of every output."""
         axes, variables = self.bind(shapes, dtypes, attributes)
@@ -145,7 +159,7 @@ class Op:
             for out in self.outputs
         ]
 
-    # -- gradients -----------------------------------------------------------------------------------
+    # -- gradients ---------------------------------------------------------------------------------
 
     @functools.cached_property
     def gradient_steps(self) -> tuple[GradientStep, ...]:
@@ -156,13 +170,20 @@ class Op:
         def source(name: str) -> tuple[str, int]:
             if name.startswith("grad_"):
                 return "grad", output_position[name.removeprefix("grad_")]
-            return ("output", output_position[name]) if name in output_position else ("input", input_position[name])
+            return (
+                ("output", output_position[name])
+                if name in output_position
+                else ("input", input_position[name])
+            )
 
         return tuple(
             GradientStep(
                 op=table()[name],
                 sources=tuple(source(spec.name) for spec in table()[name].inputs),
-                targets=tuple(input_position[spec.name.removeprefix("grad_")] for spec in table()[name].outputs),
+                targets=tuple(
+                    input_position[spec.name.removeprefix("grad_")]
+                    for spec in table()[name].outputs
+                ),
             )
             for name in self.backward
         )
@@ -173,14 +194,19 @@ class Op:
         """The attributes of one backward op; the dtype of an absent input counts as float32."""
         names = [spec.name for spec in self.inputs]
         return {
-            a.name: (input_dtypes[names.index(a.dtype_of)] or "float32") if a.dtype_of else attributes[a.name]
+            a.name: (input_dtypes[names.index(a.dtype_of)] or "float32")
+            if a.dtype_of
+            else attributes[a.name]
             for a in step.op.attributes
         }
 
 
 def _parse(entry: dict[str, Any]) -> Op:
     def tensors(key: str) -> tuple[TensorSpec, ...]:
-        return tuple(TensorSpec(t["name"], tuple(t["axes"].split()), t["dtype"], t["optional"]) for t in entry[key])
+        return tuple(
+            TensorSpec(t["name"], tuple(t["axes"].split()), t["dtype"], t["optional"])
+            for t in entry[key]
+        )
 
     return Op(
         name=entry["name"],
@@ -189,7 +215,9 @@ def _parse(entry: dict[str, Any]) -> Op:
         inputs=tensors("inputs"),
         outputs=tensors("outputs"),
         attributes=tuple(
-            AttributeSpec(a["name"], a["kind"], a["axis"], a["dtype_of"], a["minimum"], tuple(a["choices"]))
+            AttributeSpec(
+                a["name"], a["kind"], a["axis"], a["dtype_of"], a["minimum"], tuple(a["choices"])
+            )
             for a in entry["attributes"]
         ),
         backward=tuple(entry["backward"]),

@@ -1,6 +1,7 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the public functions take and return: records with named fields, the same in both front ends.
+"""What the public functions take and return: records with named fields, the same in both front
+ends.
 
 Axis letters: T tokens, E experts, K experts per token, D model width, F expert hidden width,
 R permuted rows, S sequences.
@@ -19,7 +20,9 @@ class _Named:
 
     def __iter__(self) -> NoReturn:
         names = ", ".join(field.name for field in dataclasses.fields(self))  # type: ignore[arg-type]
-        raise TypeError(f"{type(self).__name__} cannot be unpacked by position; read its fields: {names}")
+        raise TypeError(
+            f"{type(self).__name__} cannot be unpacked by position; read its fields: {names}"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -1,0 +1,282 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Random valid inputs for every op of the table and for the MoE block.
+
+Axis letters: T tokens, E experts, K experts per token, D model width, F expert hidden width,
+R permuted rows, S sequences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from duomoe import ops
+from duomoe.config import RouterConfig
+from duomoe.verification.adapters import DTYPES
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Shapes, dtype and score of a comparison.
+
+    Attributes:
+        tokens: T.
+        experts: E.
+        top_k: K.
+        width: D.
+        hidden: F.
+        dtype: of activations and weights: "float32", "bfloat16" or "float16".
+        score: the router's score, as in RouterConfig.
+        device: "cpu" or "cuda".
+        seed: of the random inputs.
+
+    Raises:
+        ValueError: on an option that is out of range or contradicts another.
+    """
+
+    tokens: int = 512
+    experts: int = 16
+    top_k: int = 2
+    width: int = 64
+    hidden: int = 128
+    dtype: str = "float32"
+    score: Any = "softmax"
+    device: str = "cpu"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "experts", "top_k", "width", "hidden"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.dtype not in ops.FLOAT_DTYPES:
+            raise ValueError(
+                f"dtype must be one of {', '.join(ops.FLOAT_DTYPES)}, got {self.dtype}"
+            )
+        self.config()
+
+    def config(self) -> RouterConfig:
+        """The router of these options."""
+        return RouterConfig(self.experts, self.top_k, score=self.score)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of an op. `inputs` lacks the absent ones; `label` tells cases of an op apart."""
+
+    label: str
+    inputs: Mapping[str, np.ndarray]
+    attributes: Mapping[str, Any]
+
+
+RunOp = Callable[[str, Mapping[str, np.ndarray], Mapping[str, Any]], dict[str, np.ndarray]]
+
+
+class Draw:
+    """Random arrays of the wanted shapes.
+
+    Args:
+        options: shapes and dtypes.
+        rng: where the numbers come from.
+        run: runs an op of the table on NumPy arrays; it makes the plans.
+    """
+
+    def __init__(self, options: Options, rng: np.random.Generator, run: RunOp) -> None:
+        self.options, self.rng, self._run = options, rng, run
+
+    def normal(self, *shape: int, dtype: str | None = None, scale: float = 1.0) -> np.ndarray:
+        """Normal numbers in `dtype`, or the options' dtype."""
+        values = self.rng.standard_normal(shape, dtype=np.float32) * np.float32(scale)
+        return values.astype(DTYPES[dtype or self.options.dtype])
+
+    def uniform(self, *shape: int) -> np.ndarray:
+        """Numbers between 0 and 1, float32: weights."""
+        return self.rng.random(shape, dtype=np.float32)
+
+    def indices(self) -> np.ndarray:
+        """[T, K] int32 distinct expert ids, a tenth of them -1: unused slots."""
+        o = self.options
+        order = np.argsort(self.rng.random((o.tokens, o.experts)), axis=1)[:, : o.top_k]
+        unused = self.rng.random((o.tokens, o.top_k)) < 0.1
+        return np.where(unused, -1, order).astype(np.int32)
+
+    def planned(self, *, alignment: int, capacity: bool) -> Case:
+        """Inputs of plan_dispatch; `capacity` drops the lightest slots beyond the mean load."""
+        o = self.options
+        slots = o.tokens * o.top_k
+        rows = slots + o.experts * (alignment - 1)
+        attributes = {
+            "num_experts": o.experts,
+            "num_rows": rows // alignment * alignment,
+            "capacity": -(-slots // o.experts) if capacity else -1,
+            "drop_order": "weight" if capacity else "position",
+            "alignment": alignment,
+        }
+        label = f"capacity, alignment {alignment}" if capacity else "dropless"
+        inputs = {"indices": self.indices()}
+        if capacity:
+            inputs["weights"] = self.uniform(o.tokens, o.top_k)
+        return Case(label, inputs, attributes)
+
+    def plan(self) -> dict[str, np.ndarray]:
+        """A plan with padding rows, unused slots and dropped ones."""
+        case = self.planned(alignment=8, capacity=True)
+        return self._run("plan_dispatch", case.inputs, case.attributes)
+
+
+Generator = Callable[[Draw], Iterator[Case]]
+GENERATORS: dict[str, Generator] = {}
+
+
+def generates(op: str) -> Callable[[Generator], Generator]:
+    """Register the input generator of an op."""
+
+    def register(generator: Generator) -> Generator:
+        GENERATORS[op] = generator
+        return generator
+
+    return register
+
+
+@generates("gate")
+def _gate(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    inputs = {
+        "x": draw.normal(o.tokens, o.width),
+        "router": draw.normal(o.width, o.experts, scale=o.width**-0.5),
+    }
+    bias = {"router_bias": draw.normal(o.experts)}
+    yield Case("float32 gate, bias", inputs | bias, {"gate_dtype": "float32"})
+    yield Case(f"{o.dtype} gate", inputs, {"gate_dtype": o.dtype})
+
+
+@generates("route")
+def _route(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    attributes = o.config().attributes(num_sequences=1)
+    two = o.config().attributes(num_sequences=2 if o.tokens % 2 == 0 else 1)
+    inputs = {"logits": draw.normal(o.tokens, o.experts, scale=2.0)}
+    steered = {
+        "bias": draw.normal(o.experts, dtype="float32", scale=0.1),
+        "token_mask": draw.rng.random(o.tokens) < 0.9,
+    }
+    yield Case("plain", inputs, attributes)
+    yield Case("bias, mask", inputs | steered, two)
+    yield Case("given indices", inputs | {"given_indices": draw.indices()}, attributes)
+
+
+@generates("load_balancing_loss")
+def _load_balancing_loss(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    shares = draw.rng.dirichlet(np.ones(o.experts), size=2)
+    inputs = {
+        "sequence_counts": draw.rng.multinomial(o.tokens * o.top_k, shares).astype(np.int32),
+        "score_sums": (draw.rng.dirichlet(np.ones(o.experts), size=2) * o.tokens).astype(
+            np.float32
+        ),
+        "num_tokens": np.full(2, o.tokens, np.int32),
+    }
+    yield Case("", inputs, {"top_k": o.top_k, "coeff": 0.01})
+
+
+@generates("z_loss")
+def _z_loss(draw: Draw) -> Iterator[Case]:
+    tokens = draw.options.tokens
+    inputs = {
+        "logsumexp_sq": draw.uniform(2) * np.float32(8 * tokens),
+        "num_tokens": np.full(2, tokens, np.int32),
+    }
+    yield Case("", inputs, {"coeff": 0.001})
+
+
+@generates("plan_dispatch")
+def _plan_dispatch(draw: Draw) -> Iterator[Case]:
+    yield draw.planned(alignment=1, capacity=False)
+    yield draw.planned(alignment=8, capacity=True)
+
+
+@generates("permute")
+def _permute(draw: Draw) -> Iterator[Case]:
+    plan = draw.plan()
+    inputs = {name: plan[name] for name in ("row_of_slot", "slot_of_row")}
+    yield Case("", {"x": draw.normal(draw.options.tokens, draw.options.width)} | inputs, {})
+
+
+@generates("combine")
+def _combine(draw: Draw) -> Iterator[Case]:
+    o, plan = draw.options, draw.plan()
+    inputs = {name: plan[name] for name in ("row_of_slot", "slot_of_row")}
+    inputs["rows"] = draw.normal(len(plan["slot_of_row"]), o.width)
+    yield Case("weighted", inputs | {"weights": draw.uniform(o.tokens, o.top_k)}, {})
+    yield Case("sum", inputs, {})
+
+
+@generates("grouped_matmul")
+def _grouped_matmul(draw: Draw) -> Iterator[Case]:
+    o, plan = draw.options, draw.plan()
+    inputs = {
+        "rows": draw.normal(len(plan["slot_of_row"]), o.width),
+        "w": draw.normal(o.experts, o.width, o.hidden, scale=o.width**-0.5),
+        "expert_offsets": plan["expert_offsets"],
+        "expert_counts": plan["expert_counts"],
+    }
+    for dtype in dict.fromkeys((o.dtype, "float32")):
+        yield Case(f"{dtype} result", inputs, {"out_dtype": dtype})
+
+
+@generates("swiglu")
+def _swiglu(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    shape = (o.tokens * o.top_k, o.hidden)
+    yield Case("", {"gate": draw.normal(*shape), "up": draw.normal(*shape)}, {})
+
+
+@generates("add")
+def _add(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    shape = (o.tokens, o.width)
+    yield Case("", {"a": draw.normal(*shape), "b": draw.normal(*shape)}, {})
+
+
+def forward_ops() -> list[ops.Op]:
+    """The ops of the table that are no other op's backward."""
+    backward = {name for op in ops.table().values() for name in op.backward}
+    return [op for op in ops.table().values() if op.name not in backward]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCase:
+    """Inputs of `moe`.
+
+    Attributes:
+        x: [T, D].
+        parameters: the differentiated arrays of MoEParams by name.
+        expert_bias: [E] float32, or None.
+        config: the router.
+    """
+
+    x: np.ndarray
+    parameters: Mapping[str, np.ndarray]
+    expert_bias: np.ndarray | None
+    config: RouterConfig
+
+
+def block_case(options: Options, rng: np.random.Generator) -> BlockCase:
+    """Random inputs of the whole block, with both biases."""
+    o = options
+    draw = Draw(o, rng, lambda *_: {})
+    wide, narrow = o.width**-0.5, o.hidden**-0.5
+    parameters = {
+        "router": draw.normal(o.width, o.experts, scale=wide),
+        "w_gate": draw.normal(o.experts, o.width, o.hidden, scale=wide),
+        "w_up": draw.normal(o.experts, o.width, o.hidden, scale=wide),
+        "w_down": draw.normal(o.experts, o.hidden, o.width, scale=narrow),
+        "router_bias": draw.normal(o.experts, scale=0.1),
+    }
+    bias = draw.normal(o.experts, dtype="float32", scale=0.1)
+    return BlockCase(draw.normal(o.tokens, o.width), parameters, bias, o.config())

@@ -1,0 +1,420 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""JAX's transformations over every op: sharding, vmap, shard_map, meshes, scan, remat, export, x64."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import numpy as np
+import pytest
+from samples import CASE_LOGITS, block, block_parameters, normal
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+import jax_frontend as jf  # noqa: E402
+from duomoe import MoEParams, RouterConfig  # noqa: E402
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P  # noqa: E402
+
+pytestmark = [pytest.mark.jax]
+
+DEVICES = 4
+CONFIG = RouterConfig(8, 2, score="sigmoid")
+
+
+@functools.cache
+def mesh(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto):
+    if len(jax.devices()) < DEVICES:
+        pytest.skip(f"needs {DEVICES} devices")
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+
+
+def statistics_loss(z, config=CONFIG, num_sequences=1):
+    routing = jf.route(z, config, num_sequences=num_sequences)
+    ramp = jnp.arange(1.0, config.top_k + 1)
+    return (
+        2 * jf.load_balancing_loss(routing, config)
+        + jf.z_loss(routing)
+        + (routing.weights * ramp).sum()
+    )
+
+
+def all_gathers(text: str) -> list[str]:
+    return re.findall(r"^.*= .*all-gather(?:-start)?\(.*$", text, re.MULTILINE)
+
+
+def all_reduce_shapes(text: str) -> list[str]:
+    return re.findall(r"= \(?([^=]*?)\)? all-reduce(?:-start)?\(", text)
+
+
+# -- sharded against unsharded -------------------------------------------------------------------------
+
+
+@pytest.mark.multidevice
+def test_scalar_cotangent_stays_scalar_under_shardy() -> None:
+    """cases.md 1: L = 1.7615942 and dL/dlogits by the probabilities' gradient [1, 1, 0, 0], g = 2."""
+    config = RouterConfig(4, 2)
+    tokens = NamedSharding(mesh((2, 2), ("a", "b")), P("a"))
+    sums = jax.device_put(np.tile(jax.nn.softmax(CASE_LOGITS[0]), (4, 1)), tokens)
+
+    def loss(p):
+        routing = jf.Routing(
+            indices=None,
+            weights=None,
+            expert_counts=None,
+            sequence_counts=jnp.array([[4, 4, 0, 0]], jnp.int32),
+            score_sums=p.sum(0, keepdims=True),
+            logsumexp_sq=None,
+            num_tokens=jnp.array([4], jnp.int32),
+        )
+        return jf.load_balancing_loss(routing, config)
+
+    value, pull = jax.jit(lambda p: jax.vjp(loss, p))(sums)
+    (grad,) = jax.jit(lambda g: pull(g))(jnp.float32(2))
+    assert value.shape == ()
+    np.testing.assert_allclose(value, 1.7615942, rtol=1e-6)
+    np.testing.assert_array_equal(grad, np.tile([1, 1, 0, 0], (4, 1)))
+
+    # The whole way from logits, sharded on tokens.
+    z = jax.device_put(CASE_LOGITS, tokens)
+    total = jax.jit(
+        jax.value_and_grad(lambda z: jf.load_balancing_loss(jf.route(z, config), config))
+    )
+    value, grad = total(z)
+    want_value, want_grad = total(CASE_LOGITS)
+    np.testing.assert_allclose(value, 1.7615942, rtol=1e-6)
+    assert value == want_value
+    np.testing.assert_array_equal(grad, want_grad)
+
+
+SPECS = {
+    "tokens": ((DEVICES,), ("dp",), P("dp")),
+    "tokens over two axes": ((2, 2), ("a", "b"), P(("a", "b"))),
+    "tokens and experts": ((2, 2), ("a", "b"), P("b", "a")),
+    "experts": ((2, 2), ("a", "b"), P(None, "b")),
+}
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("layout", SPECS)
+@pytest.mark.parametrize("num_sequences", [1, 3, 4, 12, 48])
+def test_sharded_route_and_losses_equal_unsharded(layout: str, num_sequences: int, rng) -> None:
+    shape, names, spec = SPECS[layout]
+    z = normal(rng, (48, 8))
+    f = jax.jit(jax.value_and_grad(functools.partial(statistics_loss, num_sequences=num_sequences)))
+    want_value, want_grad = f(z)
+    sharded = jax.device_put(z, NamedSharding(mesh(shape, names), spec))
+    assert len({s.data.shape for s in sharded.addressable_shards}) == 1
+    assert sharded.addressable_shards[0].data.shape != z.shape
+    value, grad = f(sharded)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    np.testing.assert_allclose(grad, want_grad, rtol=2e-6, atol=1e-8)
+
+    routing = jax.jit(functools.partial(jf.route, config=CONFIG, num_sequences=num_sequences))
+    want, got = routing(z), routing(sharded)
+    for name in ("indices", "weights", "expert_counts", "sequence_counts", "num_tokens"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    np.testing.assert_allclose(got.score_sums, want.score_sums, rtol=1e-6)
+    np.testing.assert_allclose(got.logsumexp_sq, want.logsumexp_sq, rtol=1e-6)
+
+
+@pytest.mark.multidevice
+def test_sharded_statistics_are_reduced_and_logits_are_not_gathered(rng) -> None:
+    z = jax.device_put(normal(rng, (48, 8)), NamedSharding(mesh((DEVICES,), ("dp",)), P("dp")))
+    for num_sequences in (1, 3):
+        f = jax.jit(
+            jax.value_and_grad(functools.partial(statistics_loss, num_sequences=num_sequences))
+        )
+        text = f.lower(z).compile().as_text()
+        assert not all_gathers(text)
+        assert any(f"f32[{num_sequences},8]" in s for s in all_reduce_shapes(text))
+        assert not any("[48,8]" in s or "[12,8]" in s for s in all_reduce_shapes(text))
+
+
+@pytest.mark.multidevice
+def test_expert_sharded_logits_are_gathered_not_routed_per_shard(rng) -> None:
+    z = normal(rng, (16, 8))
+    sharded = jax.device_put(z, NamedSharding(mesh((DEVICES,), ("ep",)), P(None, "ep")))
+    routing = jax.jit(functools.partial(jf.route, config=CONFIG))(sharded)
+    np.testing.assert_array_equal(routing.indices, jf.route(z, CONFIG).indices)
+    assert routing.indices.shape == (16, 2)
+    assert int(routing.expert_counts.sum()) == 32
+
+
+@pytest.mark.multidevice
+def test_sharded_statistics_of_a_long_slice(rng) -> None:
+    """Shards longer than any block of the kernels (2048 tokens each) still equal one device."""
+    z = normal(rng, (8192, 8))
+    sharded = jax.device_put(z, NamedSharding(mesh((DEVICES,), ("dp",)), P("dp")))
+    route = jax.jit(functools.partial(jf.route, config=CONFIG))
+    want, got = route(z), route(sharded)
+    np.testing.assert_array_equal(got.indices, want.indices)
+    np.testing.assert_array_equal(got.weights, want.weights)
+    np.testing.assert_allclose(got.score_sums, want.score_sums, rtol=1e-6)
+    np.testing.assert_array_equal(got.sequence_counts, want.sequence_counts)
+
+
+@pytest.mark.multidevice
+def test_uneven_shards_are_not_summed_with_padding(rng) -> None:
+    z = normal(rng, (10, 8))
+    tokens = NamedSharding(mesh((DEVICES,), ("dp",)), P("dp"))
+
+    @jax.jit
+    def f(z):
+        z = jax.lax.with_sharding_constraint(jnp.concatenate([z, z[:2]])[:10], tokens)
+        return jax.value_and_grad(statistics_loss)(z)
+
+    value, grad = f(z)
+    want_value, want_grad = jax.value_and_grad(statistics_loss)(z)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    np.testing.assert_allclose(grad, want_grad, rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(("a", "b"))], ids=str)
+def test_sharded_block_equals_unsharded(spec: P, rng) -> None:
+    parameters = block_parameters(rng, 8, 16, 32)
+    x = normal(rng, (48, 16))
+    grad_y = normal(rng, (48, 16))
+
+    def loss(x, *p):
+        y, lb, z = block(jf, CONFIG)(x, *p)
+        return (y * grad_y).sum() + lb + z, y
+
+    f = jax.jit(jax.value_and_grad(loss, argnums=range(5), has_aux=True))
+    (want_value, want_y), want_grads = f(x, *parameters)
+    sharded = jax.device_put(x, NamedSharding(mesh((2, 2), ("a", "b")), spec))
+    (value, y), grads = f(sharded, *parameters)
+    np.testing.assert_allclose(value, want_value, rtol=1e-4)
+    np.testing.assert_allclose(y, want_y, rtol=1e-5, atol=1e-6)
+    for got, want in zip(grads, want_grads, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.multidevice
+def test_sharded_expert_weights(rng) -> None:
+    """Expert matrices sharded on experts or on their width give the unsharded block."""
+    x, parameters = normal(rng, (32, 16)), block_parameters(rng, 8, 16, 32)
+    grids = mesh((2, 2), ("a", "b"))
+    f = jax.jit(lambda x, *p: jax.vjp(block(jf, CONFIG), x, *p)[0][0])
+    want = f(x, *parameters)
+    for spec in (P("a"), P("a", None, "b"), P(None, "b")):
+        sharded = [parameters[0]] + [
+            jax.device_put(p, NamedSharding(grids, spec)) for p in parameters[1:]
+        ]
+        np.testing.assert_allclose(f(x, *sharded), want, rtol=1e-6, atol=1e-6)
+
+
+# -- shard_map and explicit meshes ---------------------------------------------------------------------
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map(check_vma: bool, rng) -> None:
+    z = normal(rng, (48, 8))
+    grid = mesh((DEVICES,), ("dp",))
+
+    def local(z):
+        routing = jf.route(z, CONFIG)
+        weighted = (routing.weights * jnp.arange(1.0, 3)).sum()
+        return (
+            2 * jf.load_balancing_loss(routing, CONFIG, axis_name="dp")
+            + jf.z_loss(routing, axis_name="dp")
+            + jax.lax.psum(weighted, "dp")
+        )
+
+    mapped = jax.shard_map(local, mesh=grid, in_specs=P("dp"), out_specs=P(), check_vma=check_vma)
+    value, grad = jax.jit(jax.value_and_grad(mapped))(z)
+    want_value, want_grad = jax.value_and_grad(statistics_loss)(z)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    np.testing.assert_allclose(grad, want_grad, rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_adds_up_gradients_of_replicated_parameters(check_vma: bool, rng) -> None:
+    parameters = block_parameters(rng, 8, 16, 32)
+    x, grad_y = normal(rng, (48, 16)), normal(rng, (48, 16))
+    grid = mesh((DEVICES,), ("dp",))
+
+    def local(x, g, *p):
+        out = jf.moe(x, MoEParams(*p), CONFIG, axis_name="dp")
+        return jax.lax.psum((out.output * g).sum(), "dp") + out.load_balancing_loss + out.z_loss
+
+    mapped = jax.shard_map(
+        local,
+        mesh=grid,
+        in_specs=(P("dp"), P("dp"), *[P()] * 4),
+        out_specs=P(),
+        check_vma=check_vma,
+    )
+
+    def whole(x, g, *p):
+        out = jf.moe(x, MoEParams(*p), CONFIG)
+        return (out.output * g).sum() + out.load_balancing_loss + out.z_loss
+
+    arguments = (0, 2, 3, 4, 5)
+    got = jax.jit(jax.grad(mapped, arguments))(x, grad_y, *parameters)
+    want = jax.grad(whole, arguments)(x, grad_y, *parameters)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
+def test_explicit_mesh(jit: bool, rng) -> None:
+    z = normal(rng, (48, 8))
+    grid = mesh((DEVICES,), ("dp",), AxisType.Explicit)
+    want_value, want_grad = jax.value_and_grad(statistics_loss)(z)
+    with jax.set_mesh(grid):
+        f = jax.value_and_grad(statistics_loss)
+        value, grad = (jax.jit(f) if jit else f)(jax.device_put(z, NamedSharding(grid, P("dp"))))
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    np.testing.assert_allclose(grad, want_grad, rtol=2e-6, atol=1e-8)
+    assert grad.sharding.spec[0] == "dp"
+
+
+@pytest.mark.multidevice
+def test_explicit_mesh_block(rng) -> None:
+    parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (48, 16))
+
+    def loss(x, *p):
+        y, lb, z = block(jf, CONFIG)(x, *p)
+        return (y**2).sum() + lb + z
+
+    want = jax.grad(loss, range(5))(x, *parameters)
+    grid = mesh((DEVICES,), ("dp",), AxisType.Explicit)
+    with jax.set_mesh(grid):
+        got = jax.jit(jax.grad(loss, range(5)))(
+            jax.device_put(x, NamedSharding(grid, P("dp"))), *parameters
+        )
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+
+
+# -- other transformations -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_axes", [0, 1, -1])
+def test_vmap_of_grad(in_axes: int, rng) -> None:
+    z = normal(rng, (3, 6, 8))
+    moved = np.moveaxis(z, 0, in_axes)
+    got = jax.vmap(jax.grad(statistics_loss), in_axes)(moved)
+    np.testing.assert_array_equal(got, np.stack([jax.grad(statistics_loss)(s) for s in z]))
+
+
+def test_vmap_with_unbatched_arguments_and_of_the_block(rng) -> None:
+    parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (3, 5, 16))
+    f = lambda x, *p: sum(o.sum() for o in block(jf, CONFIG)(x, *p))  # noqa: E731
+    got = jax.jit(jax.vmap(jax.grad(f, (0, 1)), (0, None, None, None, None)))(x, *parameters)
+    for i in range(3):
+        for a, b in zip(got, jax.grad(f, (0, 1))(x[i], *parameters), strict=True):
+            np.testing.assert_array_equal(a[i], b)
+
+
+def test_scan_and_remat(rng) -> None:
+    z = normal(rng, (3, 6, 8))
+    want = np.stack([jax.grad(statistics_loss)(s) for s in z])
+
+    def total(z):
+        body = jax.checkpoint(lambda carry, s: (carry + statistics_loss(s), None))
+        return jax.lax.scan(body, 0.0, z)[0]
+
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))(z), want)
+
+
+def test_remat_recomputes_the_same_ties() -> None:
+    """cases.md 51: all-zero logits, forward and recompute select the same ids."""
+    z = np.zeros((64, 8), np.float32)
+    f = lambda z: (jf.route(z, CONFIG).weights * jnp.arange(1.0, 3)).sum()  # noqa: E731
+    first = jax.jit(jax.grad(jax.checkpoint(f)))(z)
+    for _ in range(20):
+        np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(f)))(z), first)
+
+
+def test_integer_inputs_and_outputs_under_grad(rng) -> None:
+    """cases.md 2: ids take no gradient, counts come back beside the loss."""
+    parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (6, 16))
+    ids = rng.integers(0, 8, (6, 2)).astype(np.int32)
+
+    def loss(x, ids):
+        out = jf.moe(x, MoEParams(*map(jnp.asarray, parameters)), CONFIG, indices=ids)
+        return out.output.sum() + out.load_balancing_loss, out.expert_counts
+
+    (_, counts), grad = jax.value_and_grad(loss, has_aux=True)(x, ids)
+    np.testing.assert_array_equal(counts, np.bincount(ids.ravel(), minlength=8))
+    assert np.isfinite(grad).all() and np.abs(grad).max() > 0
+    _, (_, grad_ids) = jax.value_and_grad(loss, (0, 1), has_aux=True, allow_int=True)(x, ids)
+    assert grad_ids.dtype == jax.dtypes.float0
+    with pytest.raises((TypeError, ValueError), match="expert_counts of route is an integer and takes no cotangent"):
+        jax.vjp(lambda x: loss(x, ids), x)[1]((jnp.float32(1), jnp.ones(8)))
+
+
+def test_unused_outputs(rng) -> None:
+    """cases.md 6: gradients of two losses alone add up to that of both."""
+    parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (6, 16))
+    outputs = lambda r: block(jf, CONFIG)(x, r, *parameters[1:])  # noqa: E731
+    only_y = jax.grad(lambda r: outputs(r)[0].sum())(parameters[0])
+    only_aux = jax.grad(lambda r: outputs(r)[1])(parameters[0])
+    both = jax.grad(lambda r: outputs(r)[0].sum() + outputs(r)[1])(parameters[0])
+    assert np.abs(only_y).max() > 0 and np.abs(only_aux).max() > 0
+    np.testing.assert_allclose(only_y + only_aux, both, rtol=1e-4, atol=1e-6)
+
+
+def test_second_derivative_is_an_error(rng) -> None:
+    """cases.md 7."""
+    z = normal(rng, (2, 8))
+    with pytest.raises(NotImplementedError, match="duomoe: .*_bwd has no derivative"):
+        jax.grad(lambda z: (jax.grad(statistics_loss)(z) ** 2).sum())(z)
+
+
+def test_donation_leaves_results_right(rng) -> None:
+    z = normal(rng, (64, 8))
+    f = jax.jit(lambda z: jf.route(z, CONFIG).weights, donate_argnums=0)
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "donated buffers were not usable"
+        got = f(jnp.asarray(z))
+    np.testing.assert_array_equal(got, jf.route(z, CONFIG).weights)
+
+
+def test_x64(rng) -> None:
+    z, ids = normal(rng, (6, 8)), rng.integers(0, 8, (6, 2))
+    want = jf.route(z, CONFIG, indices=ids.astype(np.int32))
+    with jax.enable_x64(True):
+        got = jf.route(jnp.asarray(z), CONFIG, indices=jnp.asarray(ids))
+        assert got.weights.dtype == jnp.float32 and got.indices.dtype == jnp.int32
+        np.testing.assert_array_equal(got.weights, want.weights)
+        with pytest.raises(
+            TypeError, match="logits must be float32 or bfloat16 or float16, got float64"
+        ):
+            jf.route(jnp.asarray(z, jnp.float64), CONFIG)
+        jax.grad(statistics_loss)(jnp.asarray(z))
+
+
+def test_export(rng) -> None:
+    from jax import export
+
+    z = normal(rng, (6, 8))
+    checks = [
+        export.DisabledSafetyCheck.custom_call(f"duomoe.{n}")
+        for n in ("route", "load_balancing_loss", "z_loss")
+    ]
+    exported = export.export(jax.jit(statistics_loss), disabled_checks=checks)(z)
+    np.testing.assert_array_equal(
+        export.deserialize(exported.serialize()).call(z), statistics_loss(z)
+    )
+
+
+@pytest.mark.multidevice
+def test_one_program_on_every_device_at_once(rng) -> None:
+    """Handlers that wait for XLA's pool cannot block each other."""
+    grid = mesh((DEVICES,), ("dp",))
+    z = jax.device_put(normal(rng, (4096, 64)), NamedSharding(grid, P("dp")))
+    config = RouterConfig(64, 4)
+    f = jax.jit(lambda z: [jf.route(z + i, config).weights for i in range(8)])
+    for _ in range(5):
+        out = f(z)
+    np.testing.assert_array_equal(out[0], jf.route(np.asarray(z), config).weights)
