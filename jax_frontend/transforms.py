@@ -368,7 +368,7 @@ def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
 
 def call(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]) -> Arrays:
     """Run an op; the result is a tuple, of one output too."""
-    if not op.backward:
+    if not op.backward and any(o.is_float for o in op.outputs):
         return _apply(op, inputs, attributes)
     values = tuple(
         zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True)

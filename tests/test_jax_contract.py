@@ -1,6 +1,7 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's transformations over every op: sharding, vmap, shard_map, meshes, scan, remat, export, x64."""
+"""JAX's transformations over every op: sharding, vmap, shard_map, meshes, scan, remat, export,
+x64."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from samples import CASE_LOGITS, block, block_parameters, normal
 
 jax = pytest.importorskip("jax")
 jnp = jax.numpy
-import jax_frontend as jf  # noqa: E402
-from duomoe import MoEParams, RouterConfig  # noqa: E402
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P  # noqa: E402
+from duomoe import MoEParams, RouterConfig
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_frontend as jf
 
 pytestmark = [pytest.mark.jax]
 
@@ -48,12 +51,13 @@ def all_reduce_shapes(text: str) -> list[str]:
     return re.findall(r"= \(?([^=]*?)\)? all-reduce(?:-start)?\(", text)
 
 
-# -- sharded against unsharded -------------------------------------------------------------------------
+# -- sharded against unsharded ---------------------------------------------------------------------
 
 
 @pytest.mark.multidevice
 def test_scalar_cotangent_stays_scalar_under_shardy() -> None:
-    """cases.md 1: L = 1.7615942 and dL/dlogits by the probabilities' gradient [1, 1, 0, 0], g = 2."""
+    """cases.md 1: L = 1.7615942 and dL/dlogits by the probabilities' gradient [1, 1, 0, 0], g =
+    2."""
     config = RouterConfig(4, 2)
     tokens = NamedSharding(mesh((2, 2), ("a", "b")), P("a"))
     sums = jax.device_put(np.tile(jax.nn.softmax(CASE_LOGITS[0]), (4, 1)), tokens)
@@ -206,7 +210,7 @@ def test_sharded_expert_weights(rng) -> None:
         np.testing.assert_allclose(f(x, *sharded), want, rtol=1e-6, atol=1e-6)
 
 
-# -- shard_map and explicit meshes ---------------------------------------------------------------------
+# -- shard_map and explicit meshes -----------------------------------------------------------------
 
 
 @pytest.mark.multidevice
@@ -293,7 +297,7 @@ def test_explicit_mesh_block(rng) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
-# -- other transformations -----------------------------------------------------------------------------
+# -- other transformations -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_axes", [0, 1, -1])
@@ -306,7 +310,7 @@ def test_vmap_of_grad(in_axes: int, rng) -> None:
 
 def test_vmap_with_unbatched_arguments_and_of_the_block(rng) -> None:
     parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (3, 5, 16))
-    f = lambda x, *p: sum(o.sum() for o in block(jf, CONFIG)(x, *p))  # noqa: E731
+    f = lambda x, *p: sum(o.sum() for o in block(jf, CONFIG)(x, *p))
     got = jax.jit(jax.vmap(jax.grad(f, (0, 1)), (0, None, None, None, None)))(x, *parameters)
     for i in range(3):
         for a, b in zip(got, jax.grad(f, (0, 1))(x[i], *parameters), strict=True):
@@ -327,7 +331,7 @@ def test_scan_and_remat(rng) -> None:
 def test_remat_recomputes_the_same_ties() -> None:
     """cases.md 51: all-zero logits, forward and recompute select the same ids."""
     z = np.zeros((64, 8), np.float32)
-    f = lambda z: (jf.route(z, CONFIG).weights * jnp.arange(1.0, 3)).sum()  # noqa: E731
+    f = lambda z: (jf.route(z, CONFIG).weights * jnp.arange(1.0, 3)).sum()
     first = jax.jit(jax.grad(jax.checkpoint(f)))(z)
     for _ in range(20):
         np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(f)))(z), first)
@@ -347,14 +351,16 @@ def test_integer_inputs_and_outputs_under_grad(rng) -> None:
     assert np.isfinite(grad).all() and np.abs(grad).max() > 0
     _, (_, grad_ids) = jax.value_and_grad(loss, (0, 1), has_aux=True, allow_int=True)(x, ids)
     assert grad_ids.dtype == jax.dtypes.float0
-    with pytest.raises((TypeError, ValueError), match="expert_counts of route is an integer and takes no cotangent"):
+    with pytest.raises(
+        (TypeError, ValueError), match="expert_counts of route is an integer and takes no cotangent"
+    ):
         jax.vjp(lambda x: loss(x, ids), x)[1]((jnp.float32(1), jnp.ones(8)))
 
 
 def test_unused_outputs(rng) -> None:
     """cases.md 6: gradients of two losses alone add up to that of both."""
     parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (6, 16))
-    outputs = lambda r: block(jf, CONFIG)(x, r, *parameters[1:])  # noqa: E731
+    outputs = lambda r: block(jf, CONFIG)(x, r, *parameters[1:])
     only_y = jax.grad(lambda r: outputs(r)[0].sum())(parameters[0])
     only_aux = jax.grad(lambda r: outputs(r)[1])(parameters[0])
     both = jax.grad(lambda r: outputs(r)[0].sum() + outputs(r)[1])(parameters[0])
@@ -365,7 +371,7 @@ def test_unused_outputs(rng) -> None:
 def test_second_derivative_is_an_error(rng) -> None:
     """cases.md 7."""
     z = normal(rng, (2, 8))
-    with pytest.raises(NotImplementedError, match="duomoe: .*_bwd has no derivative"):
+    with pytest.raises(NotImplementedError, match=r"duomoe: .*_bwd has no derivative"):
         jax.grad(lambda z: (jax.grad(statistics_loss)(z) ** 2).sum())(z)
 
 

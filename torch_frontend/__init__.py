@@ -6,7 +6,7 @@ from duomoe import DispatchPlan, MoEOutput, MoEParams, RouterConfig, Routing, li
 
 library.load()
 try:
-    import torch.utils._pytree as _pytree
+    import torch as _torch
 
     from torch_frontend import bind as _bind
 
@@ -30,7 +30,9 @@ from torch_frontend.functional import (
 )
 
 for _record in _RECORDS:
-    _pytree.register_dataclass(_record, serialized_type_name=f"duomoe.{_record.__name__}")
+    _torch.utils._pytree.register_dataclass(
+        _record, serialized_type_name=f"duomoe.{_record.__name__}"
+    )
 
 __all__ = [
     "DispatchPlan",

@@ -1,0 +1,238 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""How far an op's float32 arithmetic may stray from the float64 oracle.
+
+U = 2^-24 is the most that one float32 rounding changes a value, relatively: half an ulp. A bound is
+a count of roundings, times U, times the sum of the magnitudes that are added. Where that sum is 0,
+so is the bound: the result must be exactly 0. An output of 16 bits is rounded once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from duomoe import oracle
+
+U = 2.0**-24
+DENORMAL = 2.0**-149
+# A score this much smaller than the row's largest may be lost.
+LOST = 1e-18
+ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+SMALLEST = {"float32": 0.0, "bfloat16": 2.0**-133, "float16": 2.0**-24}
+
+Values = dict[str, Any]
+
+
+def assert_close(name: str, got: np.ndarray, want: np.ndarray, bound: np.ndarray | float) -> None:
+    """Whether `got` is within `bound` of `want`, and one rounding to its own type."""
+    assert got.shape == want.shape, f"{name} has shape {got.shape}, not {want.shape}"
+    if want.dtype == np.int32:
+        np.testing.assert_array_equal(got, want, err_msg=name, strict=True)
+        return
+    assert np.isfinite(want).all(), f"the oracle's {name} is not finite"
+    bound = np.broadcast_to(bound, want.shape)
+    kind = got.dtype.name
+    tolerance = bound + (bound > 0) * (ROUNDING[kind] * (np.abs(want) + bound) + SMALLEST[kind] / 2)
+    error = np.abs(got.astype(np.float64) - want)
+    bad = ~(error <= tolerance)
+    if bad.any():
+        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise AssertionError(
+            f"{name}[{', '.join(map(str, at))}] is {got[at]!r}, not {want[at]!r}: off by "
+            f"{error[at]:.3g}, allowed {tolerance[at]:.3g}; {bad.sum()} of {bad.size} are wrong"
+        )
+
+
+def f64(x: Any) -> np.ndarray:
+    """Magnitudes as float64."""
+    return np.abs(np.asarray(x).astype(np.float64))
+
+
+# -- route -----------------------------------------------------------------------------------------
+
+
+class Row:
+    """One token's float64 quantities, with the roundings that its float32 values may carry."""
+
+    def __init__(self, z: np.ndarray, ids: np.ndarray, a: Values) -> None:
+        top_k, experts = a["top_k"], len(z)
+        divide = a["normalize"] == "always" or (a["normalize"] == "if_k_gt_1" and top_k > 1)
+        log_s = oracle.log_scores(z, a["score"])
+        self.z, self.ids, peak = z, ids[ids >= 0], z.max()
+        # A difference of logits carries U of itself, which exp turns into a relative error.
+        softmax = a["score"] == "softmax"
+        reach = np.abs(z - peak)
+        self.share_count = 18 + experts / 32 + (reach if softmax or peak < -50 else 0)
+        self.softmax_count = 18 + experts / 32 + reach
+        self.shares = np.exp(log_s - oracle.logsumexp(log_s))
+        self.softmax = np.exp(z - oracle.logsumexp(z))
+        self.logsumexp = oracle.logsumexp(z)
+        self.logsumexp_error = U * (
+            abs(self.logsumexp) + 2 * abs(self.logsumexp - peak) + 16 + experts / 32
+        )
+        selected = z[self.ids]
+        top = peak if softmax else selected.max(initial=-np.inf)
+        spread = np.abs(selected - top) if softmax or top < -50 else np.zeros(len(selected))
+        self.weight_count = 18 + top_k / 32 + (divide + 1) * spread
+        if softmax and not divide:
+            self.weight_count += experts / 32
+        divisor, through = oracle.log_divisor(log_s[self.ids], divide, a["eps"], a["eps_mode"])
+        self.weights = np.exp(log_s[self.ids] - divisor) * a["scale"]
+        self.rest = abs(1 - through.sum()) if softmax else 0.0
+        self.own = through
+        self.lost = LOST * self.weights.max(initial=0) if divide else 0.0
+        self.slope = oracle.log_scores_bwd(np.ones(experts), z, a["score"])
+        if softmax:
+            self.slope = np.ones(experts)
+
+
+def rows_of(inputs: Values, attributes: Values, indices: np.ndarray) -> Any:
+    logits = inputs["logits"].astype(np.float64)
+    live = oracle.live_tokens(
+        len(logits),
+        inputs.get("token_mask"),
+        inputs.get("first_token"),
+        attributes["total_tokens"],
+        attributes["num_sequences"],
+    )
+    with np.errstate(all="ignore"):
+        for t, s in live:
+            yield t, s, Row(logits[t], indices[t], attributes)
+
+
+def route(inputs: Values, attributes: Values, want: Values) -> Values:
+    bounds = {n: np.zeros(want[n].shape) for n in ("weights", "score_sums", "logsumexp_sq")}
+    for t, s, row in rows_of(inputs, attributes, want["indices"]):
+        additions = want["num_tokens"][s] / 8 + 8
+        used = want["indices"][t] >= 0
+        relative = U * row.weight_count * row.weights
+        bounds["weights"][t, used] = relative + row.lost + 4 * DENORMAL
+        bounds["score_sums"][s] += U * (row.share_count + additions) * row.shares + LOST
+        bounds["logsumexp_sq"][s] += 2 * abs(row.logsumexp) * row.logsumexp_error
+        bounds["logsumexp_sq"][s] += U * additions * row.logsumexp**2
+    return bounds
+
+
+def route_bwd(inputs: Values, attributes: Values, want: Values) -> Values:
+    g_weights, g_shares = f64(inputs["grad_weights"]), f64(inputs["grad_score_sums"])
+    g_logsumexp = f64(inputs["grad_logsumexp_sq"])
+    bound = np.zeros(want["grad_logits"].shape)
+    for t, s, row in rows_of(inputs, attributes, inputs["indices"]):
+        experts = len(row.z)
+        g = g_weights[t, inputs["indices"][t] >= 0]
+        through = row.weights * g
+        count = 40 + len(g) / 16 + row.weight_count.max(initial=0)
+        selected = (through + row.own * through.sum()) * row.slope[row.ids]
+        np.add.at(bound[t], row.ids, U * count * selected)
+        bound[t] += U * (count + row.softmax_count) * row.softmax * row.rest * through.sum()
+        through_shares = row.shares * (g_shares[s] + row.shares @ g_shares[s]) * row.slope
+        bound[t] += U * (20 + experts / 32 + row.share_count) * through_shares
+        factor = 2 * g_logsumexp[s] * row.softmax
+        bound[t] += U * (4 + row.softmax_count) * factor * abs(row.logsumexp)
+        bound[t] += factor * row.logsumexp_error
+        bound[t] += row.lost * g.sum() + LOST * g_shares[s].max() + 64 * DENORMAL
+    return {"grad_logits": bound}
+
+
+# -- the other ops ---------------------------------------------------------------------------------
+
+
+def gate(inputs: Values, attributes: Values, want: Values) -> Values:
+    # 1.01 because x and the router are rounded to gate_dtype first.
+    x, router = f64(inputs["x"]) * 1.01, f64(inputs["router"])
+    return {"logits": U * (x.shape[1] + 2) * (x @ router + f64(inputs["router_bias"]))}
+
+
+def gate_bwd_x(inputs: Values, attributes: Values, want: Values) -> Values:
+    g, router = f64(inputs["grad_logits"]) * 1.01, f64(inputs["router"])
+    return {"grad_x": U * (router.shape[1] + 1) * (g @ router.T)}
+
+
+def gate_bwd_params(inputs: Values, attributes: Values, want: Values) -> Values:
+    g, x = f64(inputs["grad_logits"]), f64(inputs["x"]) * 1.01
+    additions = len(x) + 1
+    return {
+        "grad_router": U * additions * (x.T @ g),
+        "grad_router_bias": U * additions * g.sum(axis=0),
+    }
+
+
+def once(inputs: Values, attributes: Values, want: Values) -> Values:
+    """One rounding of the right result."""
+    return {n: U * 1.0001 * np.abs(v) for n, v in want.items()}
+
+
+def permute_bwd(inputs: Values, attributes: Values, want: Values) -> Values:
+    absolute = {**inputs, "grad_rows": f64(inputs["grad_rows"])}
+    return {"grad_x": U * inputs["row_of_slot"].shape[1] * oracle.permute_bwd(**absolute)["grad_x"]}
+
+
+def combine(inputs: Values, attributes: Values, want: Values) -> Values:
+    absolute = {**inputs, "rows": f64(inputs["rows"])}
+    return {"y": U * (inputs["row_of_slot"].shape[1]) * oracle.combine(**absolute)["y"]}
+
+
+def combine_bwd(inputs: Values, attributes: Values, want: Values) -> Values:
+    absolute = {**inputs, "rows": f64(inputs["rows"]), "grad_y": f64(inputs["grad_y"])}
+    sums = oracle.combine_bwd(**absolute)["grad_weights"]
+    additions = inputs["rows"].shape[1] / 32 + 7
+    return {"grad_rows": U * np.abs(want["grad_rows"]), "grad_weights": U * additions * sums}
+
+
+def product(op: str, output: str, depth: Callable[[Values], Any]) -> Callable[..., Values]:
+    def bounds(inputs: Values, attributes: Values, want: Values) -> Values:
+        absolute = {
+            n: v if n.startswith("expert_") else f64(v) for n, v in inputs.items()
+        }  # the plan stays
+        sums = getattr(oracle, op)(**absolute, **attributes)[output]
+        return {output: U * (depth(inputs) + 1) * sums}
+
+    return bounds
+
+
+def swiglu(inputs: Values, attributes: Values, want: Values) -> Values:
+    lost = DENORMAL * f64(inputs["gate"]) * f64(inputs["up"]) + DENORMAL
+    return {"out": U * 8 * np.abs(want["out"]) + lost}
+
+
+def swiglu_bwd(inputs: Values, attributes: Values, want: Values) -> Values:
+    g, x, up = f64(inputs["grad_out"]), f64(inputs["gate"]), f64(inputs["up"])
+    z = inputs["gate"].astype(np.float64)
+    sigmoid, complement = np.exp(-np.logaddexp(0, -z)), np.exp(-np.logaddexp(0, z))
+    slope = sigmoid * (1 + x * complement)
+    return {
+        "grad_gate": U * 12 * g * up * slope + DENORMAL * (g * up * (1 + x) + 1),
+        "grad_up": U * 8 * np.abs(want["grad_up"]) + DENORMAL * (g * x + 1),
+    }
+
+
+BOUNDS: dict[str, Callable[..., Values]] = {
+    "gate": gate,
+    "gate_bwd_x": gate_bwd_x,
+    "gate_bwd_params": gate_bwd_params,
+    "route": route,
+    "route_bwd": route_bwd,
+    "load_balancing_loss": once,
+    "load_balancing_loss_bwd": once,
+    "z_loss": once,
+    "z_loss_bwd": once,
+    "plan_dispatch": lambda *_: {},
+    "permute": lambda *_: {"rows": 0.0},
+    "permute_bwd": permute_bwd,
+    "combine": combine,
+    "combine_bwd": combine_bwd,
+    "grouped_matmul": product("grouped_matmul", "out", lambda i: i["rows"].shape[1]),
+    "grouped_matmul_bwd_rows": product(
+        "grouped_matmul_bwd_rows", "grad_rows", lambda i: i["grad_out"].shape[1]
+    ),
+    "grouped_matmul_bwd_w": product(
+        "grouped_matmul_bwd_w",
+        "grad_w",
+        lambda i: i["expert_counts"].astype(float)[:, None, None],
+    ),
+    "swiglu": swiglu,
+    "swiglu_bwd": swiglu_bwd,
+    "add": once,
+}

@@ -1,0 +1,448 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs for every op of the table. Rows that belong to no slot hold NaN, so that none may leak."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from adapters import DTYPES
+from duomoe import RouterConfig, oracle
+from duomoe.functional import plan_rows
+
+Inputs = dict[str, Any]
+Attributes = dict[str, Any]
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+SIZES = (
+    (0, 8, 2),
+    (1, 1, 1),
+    (1, 33, 33),
+    (7, 2, 2),
+    (7, 5, 3),
+    (7, 256, 256),
+    (7, 1000, 40),
+    (65, 5, 1),
+    (65, 8, 8),
+    (65, 64, 6),
+    (130, 33, 4),
+    (130, 256, 8),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    make: Callable[[], tuple[Inputs, Attributes]]
+
+
+def rng_of(*seed: Any) -> np.random.Generator:
+    return np.random.default_rng(list(repr(seed).encode()))
+
+
+def is_decided(z: np.ndarray, attributes: Attributes, bias: np.ndarray | None) -> bool:
+    """Whether all selection values are equal or well apart, so that float32 orders them alike."""
+
+    def apart(values: np.ndarray) -> bool:
+        ranked = values[oracle.ranking(values)]
+        gaps = ranked[:-1] - ranked[1:]
+        largest_bias = 0 if bias is None else np.abs(bias).max()
+        margin = 2.0**-19 * (np.maximum(np.abs(ranked[:-1]), np.abs(ranked[1:])) + largest_bias)
+        return bool(np.all((gaps == 0) | (gaps > margin)))
+
+    score, select_on = attributes["score"], attributes["select_on"]
+    plain = oracle.selection_values(z, score, select_on)
+    values = oracle.selection_values(z, score, select_on, 0.0 if bias is None else bias)
+    groups = oracle.group_values(values, attributes["num_groups"], attributes["group_score_k"])
+    return apart(plain) and apart(values) and apart(groups)
+
+
+def draw_row(rng: np.random.Generator, kind: str, experts: int) -> np.ndarray:
+    """Logits of one token. On the grid they are exact in all dtypes, with many ties."""
+    grid = rng.integers(-64, 64, experts) / 16
+    return {
+        "grid": lambda: grid,
+        "normal": lambda: 3 * rng.normal(size=experts),
+        "huge": lambda: rng.choice([1e4, 9984.0, 0, -9984.0, -1e4], experts),
+        "far": lambda: rng.choice([1e4, 100, 3, -3, -100, -104, -1e4], experts),
+        "low": lambda: grid - 100,
+        "lower": lambda: grid - 112,
+        "lowest": lambda: grid - 1e4,
+    }[kind]()
+
+
+def routing(
+    tokens: int,
+    experts: int,
+    top_k: int,
+    *,
+    kind: str = "grid",
+    dtype: str = "float32",
+    bias: bool = False,
+    given: bool = False,
+    mask: bool = False,
+    num_sequences: int = 1,
+    first_token: int | None = None,
+    total_tokens: int = 0,
+    **config: Any,
+) -> tuple[Inputs, Attributes]:
+    """Inputs of `route` whose selection does not hang on rounding."""
+    rng = rng_of(tokens, experts, top_k, kind, dtype, sorted(config.items()))
+    attributes = RouterConfig(experts, top_k, **config).attributes(num_sequences=num_sequences)
+    attributes["total_tokens"] = total_tokens
+    bias_values = rng.normal(size=experts).astype("f4") if bias else None
+    logits = np.zeros((tokens, experts), DTYPES[dtype])
+    for t in range(tokens):
+        for _ in range(200):
+            logits[t] = draw_row(rng, kind, experts).astype(DTYPES[dtype])
+            if given or is_decided(logits[t].astype("f8"), attributes, bias_values):
+                break
+        else:
+            raise AssertionError("no row of logits with a clear order was found")
+    inputs: Inputs = {"logits": logits, "bias": bias_values}
+    if given:
+        inputs["given_indices"] = rng.integers(-2, experts + 2, (tokens, top_k)).astype("i4")
+    if mask:
+        inputs["token_mask"] = rng.random(tokens) < 0.7
+    if first_token is not None:
+        inputs["first_token"] = np.int32(first_token).reshape(())
+    return inputs, attributes
+
+
+def routing_options() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
+    normalize = itertools.cycle([True, False, "if_k_gt_1"])
+    eps = itertools.cycle([0.0, 1e-20, 0.25, 1e-6])
+    eps_mode = itertools.cycle(["add", "add", "add", "add", "clamp", "clamp", "clamp", "clamp"])
+    dtype = itertools.cycle(["float32", "float32", "bfloat16", "float16", "float32"])
+    kind = itertools.cycle(["grid", "normal"])
+    flags = itertools.cycle(
+        [{}, {"mask": True}, {"bias": True, "counts": "unbiased"}, {"bias": True}, {"given": True}]
+    )
+    for score, size in itertools.product(SCORES, SIZES):
+        options = {
+            "score": score,
+            "normalize": next(normalize),
+            "eps": next(eps),
+            "eps_mode": next(eps_mode),
+            "dtype": next(dtype),
+            "kind": next(kind),
+            "scale": 2.5,
+            **next(flags),
+        }
+        yield size, {**options, "num_sequences": 5 if size[0] in (65, 130) else 1}
+    for score in SCORES:
+        yield (65, 64, 6), {"score": score, "select_on": "logit", "bias": True, "kind": "normal"}
+        for groups, kept, score_k in ((4, 2, 1), (8, 3, 2), (16, 8, 3), (32, 6, 4)):
+            group = {"num_groups": groups, "group_top_k": kept, "group_score_k": score_k}
+            for flag in ({}, {"bias": True}, {"counts": "unbiased", "mask": True}):
+                yield (65, 64, 6), {"score": score, **group, **flag}
+        one_each = {"num_groups": 8, "group_top_k": 4}
+        yield (7, 8, 4), {"score": score, "counts": "unbiased", "bias": True, **one_each}
+        # Slices of 4 sequences of 10 tokens; the last two reach past the end.
+        for first in (0, 13, 26, 39, 52):
+            slice_ = {"first_token": first, "total_tokens": 40, "num_sequences": 4, "mask": True}
+            yield (13, 8, 2), {"score": score, **slice_}
+    yield (65, 64, 6), {"score_scope": "selected", "select_on": "logit", "dtype": "bfloat16"}
+    for kind in ("huge", "far", "low", "lower", "lowest"):
+        for score, normalize in itertools.product(SCORES, (True, False)):
+            for choose in ({"given": True}, {"select_on": "logit"}):
+                options = {"score": score, "normalize": normalize, "kind": kind, **choose}
+                yield (7, 8, 3), options
+    for score, mode in itertools.product(SCORES, ("add", "clamp")):
+        for kind, eps in itertools.product(("low", "far"), (1e-20, 1e-6, 8.0)):
+            yield (
+                (7, 8, 3),
+                {"score": score, "eps": eps, "eps_mode": mode, "kind": kind, "given": True},
+            )
+
+
+def route_cases() -> Iterator[Case]:
+    for size, options in routing_options():
+        name = "-".join([*map(str, size), *(f"{k}={v}" for k, v in options.items())])
+        yield Case(name, lambda size=size, options=options: routing(*size, **options))
+
+
+def route_bwd(inputs: Inputs, attributes: Attributes) -> tuple[Inputs, Attributes]:
+    """The backward op of a forward case, with cotangents of mixed magnitude."""
+    rng = rng_of("cotangents", inputs["logits"].shape)
+    out = oracle.route(**inputs, **attributes)
+    shapes = {name: out[name].shape for name in ("weights", "score_sums", "logsumexp_sq")}
+    cotangents = {f"grad_{n}": rng.normal(size=s).astype("f4") for n, s in shapes.items()}
+    kept = {n: inputs.get(n) for n in ("logits", "token_mask", "first_token")}
+    forward_only = ("select_on", "num_groups", "group_top_k", "group_score_k", "counts")
+    return (
+        {**kept, "indices": out["indices"], **cotangents},
+        {k: v for k, v in attributes.items() if k not in forward_only},
+    )
+
+
+def route_bwd_cases() -> Iterator[Case]:
+    for case in route_cases():
+        yield Case(case.name, lambda case=case: route_bwd(*case.make()))
+
+
+# -- losses ----------------------------------------------------------------------------------------
+
+
+def loss_inputs(sequences: int, experts: int, empty: bool) -> Inputs:
+    rng = rng_of("loss", sequences, experts)
+    tokens = (
+        rng.integers(0, 3, sequences).astype("i4") * 0 if empty else rng.integers(0, 3, sequences)
+    )
+    counts = rng.integers(0, 1 + tokens[:, None], (sequences, experts))
+    return {
+        "sequence_counts": counts.astype("i4"),
+        "score_sums": (rng.random((sequences, experts)) * tokens[:, None]).astype("f4"),
+        "logsumexp_sq": (rng.random(sequences) * tokens).astype("f4"),
+        "num_tokens": tokens.astype("i4"),
+        "grad_loss": np.float32(-1.7).reshape(()),
+    }
+
+
+def loss_cases(op: str, *names: str) -> Iterator[Case]:
+    top_k = {"top_k": 3} if op.startswith("load") else {}
+    for sequences, experts, empty in (
+        (1, 1, False),
+        (1, 8, True),
+        (8, 33, False),
+        (13, 256, False),
+    ):
+
+        def make(size: tuple[int, int, bool] = (sequences, experts, empty)) -> Any:
+            inputs = loss_inputs(*size)
+            return {n: inputs[n] for n in names}, {**top_k, "coeff": 0.01}
+
+        yield Case(f"{sequences}-{experts}-{'empty' if empty else 'used'}", make)
+
+
+# -- dispatch --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """T, K, E and the options of a plan; `extra` rows follow those it needs."""
+
+    tokens: int
+    top_k: int
+    experts: int
+    capacity: int | None = None
+    drop_order: str = "position"
+    alignment: int = 1
+    max_rows: int | None = None
+    extra: int = 0
+    to_one: bool = False
+
+    def plan_inputs(self) -> tuple[Inputs, Attributes]:
+        rng = rng_of("plan", dataclasses.astuple(self))
+        shape = (self.tokens, self.top_k)
+        # Some ids are out of range, some repeat, and with 5 experts or more one gets nothing.
+        indices = rng.integers(-1, self.experts + 1, shape)
+        indices[indices == 3] = 1
+        if self.to_one:
+            indices[:] = self.experts - 1
+        rows = plan_rows(
+            self.tokens * self.top_k, self.experts, self.capacity, self.alignment, self.max_rows
+        )
+        return {
+            "indices": indices.astype("i4"),
+            "weights": (rng.integers(0, 5, shape) / 4).astype("f4"),
+        }, {
+            "num_experts": self.experts,
+            "num_rows": rows + self.extra,
+            "capacity": -1 if self.capacity is None else self.capacity,
+            "drop_order": self.drop_order,
+            "alignment": self.alignment,
+        }
+
+    def plan(self) -> oracle.Outputs:
+        inputs, attributes = self.plan_inputs()
+        return oracle.plan_dispatch(**inputs, **attributes)
+
+
+DISPATCHES = (
+    Dispatch(0, 2, 4),
+    Dispatch(0, 2, 4, alignment=8, extra=16),
+    Dispatch(1, 1, 1),
+    Dispatch(1, 1, 1, to_one=True),
+    Dispatch(7, 3, 5),
+    Dispatch(7, 5, 5, alignment=4),
+    Dispatch(65, 2, 8, capacity=5),
+    Dispatch(65, 2, 8, capacity=5, drop_order="weight"),
+    Dispatch(65, 2, 8, capacity=0),
+    Dispatch(65, 2, 8, capacity=1000, drop_order="weight", alignment=8),
+    Dispatch(65, 6, 64, capacity=3, drop_order="weight", alignment=4, extra=8),
+    Dispatch(65, 2, 8, max_rows=48, alignment=16),
+    Dispatch(65, 2, 8, capacity=12, max_rows=56, alignment=8),
+    Dispatch(130, 8, 33, alignment=16),
+    Dispatch(130, 4, 256),
+    Dispatch(65, 1, 8, to_one=True, alignment=32),
+    Dispatch(4, 1, 2, to_one=True, capacity=2),
+    Dispatch(1500, 8, 5, capacity=900, drop_order="weight"),
+)
+
+
+def dispatch_name(d: Dispatch) -> str:
+    return "-".join(f"{v}" for v in dataclasses.astuple(d))
+
+
+def plan_cases() -> Iterator[Case]:
+    for d in DISPATCHES:
+        yield Case(dispatch_name(d), d.plan_inputs)
+
+
+def row_inputs(d: Dispatch, width: int, dtype: str) -> Inputs:
+    """Everything that permute, combine and their gradients take; padding rows hold NaN."""
+    rng = rng_of("rows", dataclasses.astuple(d), width, dtype)
+    plan = d.plan()
+    used = plan["slot_of_row"] >= 0
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(DTYPES[dtype])
+
+    def rows() -> np.ndarray:
+        return np.where(used[:, None], normal(len(used), width), np.array(np.nan, DTYPES[dtype]))
+
+    return {
+        "row_of_slot": plan["row_of_slot"],
+        "slot_of_row": plan["slot_of_row"],
+        "x": normal(d.tokens, width),
+        "rows": rows(),
+        "grad_rows": rows(),
+        "grad_y": normal(d.tokens, width),
+        "weights": rng.random((d.tokens, d.top_k)).astype("f4"),
+    }
+
+
+def row_cases(*names: str) -> Iterator[Case]:
+    dtypes, widths = (
+        itertools.cycle(("float32", "bfloat16", "float16")),
+        itertools.cycle((1, 5, 64, 130)),
+    )
+    for d, dtype, width in zip(DISPATCHES[:-1], dtypes, widths, strict=False):
+        for weighted in (True, False) if "weights" in names else (True,):
+
+            def make(
+                d: Dispatch = d, dtype: str = dtype, width: int = width, w: bool = weighted
+            ) -> Any:
+                inputs = row_inputs(d, width, dtype)
+                return {n: inputs[n] if w or n != "weights" else None for n in names}, {}
+
+            yield Case(f"{dispatch_name(d)}-{width}-{dtype}-{weighted}", make)
+
+
+# -- products and elementwise ----------------------------------------------------------------------
+
+
+def gate_inputs(tokens: int, width: int, experts: int, x: str, router: str, bias: str) -> Inputs:
+    rng = rng_of("gate", tokens, width, experts)
+    return {
+        "x": rng.normal(size=(tokens, width)).astype(DTYPES[x]),
+        "router": rng.normal(size=(width, experts)).astype(DTYPES[router]),
+        "router_bias": rng.normal(size=experts).astype(DTYPES[bias]),
+        "grad_logits": rng.normal(size=(tokens, experts)),
+    }
+
+
+def gate_cases(names: tuple[str, ...], attributes: tuple[str, ...]) -> Iterator[Case]:
+    f, b, h = "float32", "bfloat16", "float16"
+    for tokens, width, experts, gate, x, router, bias in (
+        (0, 5, 8, f, f, f, f),
+        (1, 1, 1, f, b, f, h),
+        (7, 33, 5, b, f, f, f),
+        (65, 130, 64, f, b, b, b),
+        (130, 300, 33, h, h, f, b),
+        (65, 64, 256, b, b, f, f),
+    ):
+
+        def make(
+            size: tuple[int, int, int] = (tokens, width, experts),
+            dtypes: tuple[str, str, str, str] = (gate, x, router, bias),
+        ) -> Any:
+            inputs = gate_inputs(*size, *dtypes[1:])
+            inputs["grad_logits"] = inputs["grad_logits"].astype(DTYPES[dtypes[0]])
+            named = ("gate_dtype", "x_dtype", "router_dtype", "router_bias_dtype")
+            given = dict(zip(named, dtypes, strict=True))
+            return {n: inputs[n] for n in names}, {n: given[n] for n in attributes}
+
+        yield Case(f"{tokens}-{width}-{experts}-{gate}-{x}-{router}", make)
+
+
+def product_cases(names: tuple[str, ...], dtype_attribute: str) -> Iterator[Case]:
+    f, b, h = "float32", "bfloat16", "float16"
+    dtypes = itertools.cycle([(f, f, f), (b, b, b), (b, f, f), (h, h, f), (f, b, h)])
+    sizes = itertools.cycle([(1, 1), (5, 33), (64, 40), (130, 7)])
+    for d, size, dtype in zip(DISPATCHES[:-1], sizes, dtypes, strict=False):
+
+        def make(
+            d: Dispatch = d,
+            size: tuple[int, int] = size,
+            dtype: tuple[str, str, str] = dtype,
+        ) -> Any:
+            (width, wide), plan = size, d.plan()
+            rng = rng_of("product", dataclasses.astuple(d), size)
+            used = (plan["slot_of_row"] >= 0)[:, None]
+
+            def rows(n: int, kind: str) -> np.ndarray:
+                values = np.where(used, rng.normal(size=(len(used), n)), np.nan)
+                return values.astype(DTYPES[kind])
+
+            inputs = {
+                "rows": rows(width, dtype[0]),
+                "w": rng.normal(size=(d.experts, width, wide)).astype(DTYPES[dtype[1]]),
+                "grad_out": rows(wide, dtype[1]),
+                **{n: plan[n] for n in ("expert_offsets", "expert_counts")},
+            }
+            return {n: inputs[n] for n in names}, {dtype_attribute: dtype[2]}
+
+        yield Case(f"{dispatch_name(d)}-{size[0]}-{size[1]}-{'-'.join(dtype)}", make)
+
+
+def elementwise_cases(*names: str) -> Iterator[Case]:
+    for dtype, shape in itertools.product(DTYPES, ((0, 5), (1, 1), (7, 33), (65, 130))):
+        if dtype in ("int32", "bool"):
+            continue
+
+        def make(dtype: str = dtype, shape: tuple[int, int] = shape) -> Any:
+            rng = rng_of("elementwise", dtype, shape)
+            inputs = {n: rng.normal(size=shape) for n in names}
+            if "gate" in inputs:
+                inputs["gate"] *= rng.choice([1, 3, 10, 100], shape)
+            return {n: v.astype(DTYPES[dtype]) for n, v in inputs.items()}, {}
+
+        yield Case(f"{shape[0]}-{shape[1]}-{dtype}", make)
+
+
+_PLAN = ("expert_offsets", "expert_counts")
+
+CASES: dict[str, list[Case]] = {
+    "gate": list(gate_cases(("x", "router", "router_bias"), ("gate_dtype",))),
+    "gate_bwd_x": list(gate_cases(("grad_logits", "router"), ("gate_dtype", "x_dtype"))),
+    "gate_bwd_params": list(
+        gate_cases(("grad_logits", "x"), ("gate_dtype", "router_dtype", "router_bias_dtype"))
+    ),
+    "route": list(route_cases()),
+    "route_bwd": list(route_bwd_cases()),
+    "load_balancing_loss": list(
+        loss_cases("load_balancing_loss", "sequence_counts", "score_sums", "num_tokens")
+    ),
+    "load_balancing_loss_bwd": list(
+        loss_cases("load_balancing_loss_bwd", "sequence_counts", "num_tokens", "grad_loss")
+    ),
+    "z_loss": list(loss_cases("z_loss", "logsumexp_sq", "num_tokens")),
+    "z_loss_bwd": list(loss_cases("z_loss_bwd", "num_tokens", "grad_loss")),
+    "plan_dispatch": list(plan_cases()),
+    "permute": list(row_cases("x", "row_of_slot", "slot_of_row")),
+    "permute_bwd": list(row_cases("grad_rows", "row_of_slot")),
+    "combine": list(row_cases("rows", "row_of_slot", "slot_of_row", "weights")),
+    "combine_bwd": list(row_cases("grad_y", "rows", "row_of_slot", "slot_of_row", "weights")),
+    "grouped_matmul": list(product_cases(("rows", "w", *_PLAN), "out_dtype")),
+    "grouped_matmul_bwd_rows": list(product_cases(("grad_out", "w", *_PLAN), "rows_dtype")),
+    "grouped_matmul_bwd_w": list(product_cases(("rows", "grad_out", *_PLAN), "w_dtype")),
+    "swiglu": list(elementwise_cases("gate", "up")),
+    "swiglu_bwd": list(elementwise_cases("grad_out", "gate", "up")),
+    "add": list(elementwise_cases("a", "b")),
+}

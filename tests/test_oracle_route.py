@@ -1,0 +1,237 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the router that hold by themselves, on both front ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from adapters import DTYPES, JaxAdapter, TorchAdapter, bits
+from duomoe import RouterConfig, oracle
+from oracle_bounds import U
+from oracle_cases import SCORES, route_bwd, routing
+
+Adapter = JaxAdapter | TorchAdapter
+Outputs = dict[str, np.ndarray]
+
+
+def route(
+    adapter: Adapter, logits: Any, top_k: int, *, dtype: str = "float32", **options: Any
+) -> Outputs:
+    """The op on `logits` [T, E]; options that are arrays are inputs."""
+    logits = np.asarray(logits).astype(DTYPES[dtype])
+    names = ("bias", "given_indices", "token_mask")
+    inputs = {n: np.asarray(options.pop(n)) for n in names if n in options}
+    attributes = RouterConfig(logits.shape[1], top_k, **options).attributes(num_sequences=1)
+    return adapter.call("route", {"logits": logits, **inputs}, attributes)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize(
+    "experts, top_k, value", [(8, 2, 0), (256, 8, 3), (64, 40, -7), (5, 5, -200)]
+)
+def test_equal_logits_select_the_first_ids(
+    adapter: Adapter, score: str, experts: int, top_k: int, value: float
+) -> None:
+    out = route(adapter, np.full((3, experts), value), top_k, score=score)
+    np.testing.assert_array_equal(out["indices"], [np.arange(top_k)] * 3)
+    np.testing.assert_allclose(out["weights"], 1 / top_k, rtol=4 * U)
+
+
+def test_minus_zero_equals_zero(adapter: Adapter) -> None:
+    out = route(adapter, [[0.0, -0.0, 0.0, -0.0, -1]], 4, select_on="logit")
+    np.testing.assert_array_equal(out["indices"], [[0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_ids_do_not_depend_on_the_dtype_of_exact_logits(adapter: Adapter, dtype: str) -> None:
+    inputs, attributes = routing(65, 64, 6, kind="grid")
+    want = oracle.route(**inputs, **attributes)
+    logits = inputs["logits"].astype(DTYPES[dtype])
+    got = adapter.call("route", {"logits": logits}, attributes)
+    np.testing.assert_array_equal(got["indices"], want["indices"])
+
+
+def test_bias_steers_and_never_weighs(adapter: Adapter) -> None:
+    options = {"score": "sigmoid", "bias": np.array([2, 0, 0, 1.5], "f4")}
+    out = route(adapter, [[0, 1, 2, -1]], 2, **options)
+    np.testing.assert_array_equal(out["indices"], [[0, 3]])
+    s = 1 / (1 + np.exp([0, 1]))
+    np.testing.assert_allclose(out["weights"][0], s / s.sum(), rtol=16 * U)
+
+
+def test_bias_keeps_float32(adapter: Adapter) -> None:
+    bias = (6.817 + 0.001 * np.arange(8)).astype("f4")
+    for dtype in ("float32", "bfloat16", "float16"):
+        out = route(adapter, np.zeros((1, 8)), 1, dtype=dtype, bias=bias)
+        np.testing.assert_array_equal(out["indices"], [[7]])
+
+
+@pytest.mark.parametrize("group_score_k, kept", [(1, 0), (2, 1), (3, 2)])
+def test_group_value_is_the_sum_of_its_best(
+    adapter: Adapter, group_score_k: int, kept: int
+) -> None:
+    s = np.array([[0.9, 0.1, 0.02, 0.01, 0.6, 0.55, 0.01, 0.01, 0.45, 0.44, 0.43, 0.01]])
+    out = route(
+        adapter,
+        np.log(s / (1 - s)),
+        2,
+        score="sigmoid",
+        num_groups=3,
+        group_top_k=1,
+        group_score_k=group_score_k,
+    )
+    np.testing.assert_array_equal(out["indices"], [[4 * kept, 4 * kept + 1]])
+
+
+def test_excluded_experts_stay_out_when_all_values_are_negative(adapter: Adapter) -> None:
+    logits = [[-9, -8, -7, -6, -1, -2, -3, -4.0]]
+    options = {"select_on": "logit", "num_groups": 2, "group_top_k": 1, "group_score_k": 2}
+    out = route(adapter, logits, 4, **options)
+    np.testing.assert_array_equal(out["indices"], [[4, 5, 6, 7]])
+
+
+def test_unbiased_counts_ignore_bias_and_groups(adapter: Adapter) -> None:
+    logits = [[4, 3, 2, 1, 0, 0, 0, 0.0]]
+    bias = np.array([0, 0, 0, 0, 9, 9, 0, 0], "f4")
+    for counts, want in (
+        ("actual", [0, 0, 0, 0, 1, 1, 0, 0]),
+        ("unbiased", [1, 1, 0, 0, 0, 0, 0, 0]),
+    ):
+        out = route(adapter, logits, 2, bias=bias, counts=counts, num_groups=2, group_top_k=1)
+        np.testing.assert_array_equal(out["sequence_counts"], [want])
+        np.testing.assert_array_equal(out["expert_counts"], [0, 0, 0, 0, 1, 1, 0, 0])
+
+
+def test_huge_softmax(adapter: Adapter) -> None:
+    out = route(adapter, [[1e4, 1e4 - 1, 0, -1e4]], 2)
+    np.testing.assert_array_equal(out["indices"], [[0, 1]])
+    s = 1 / (1 + np.exp([-1, 1]))
+    np.testing.assert_allclose(out["weights"][0], s, rtol=8 * U)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("level", [1e4, 100, 0, -50, -87, -95, -104, -112, -119, -130, -200, -1e4])
+def test_weights_sum_to_scale_for_every_finite_logit(
+    adapter: Adapter, score: str, level: float
+) -> None:
+    logits = level - np.arange(16).reshape(2, 8) / 2
+    inputs = {"logits": logits.astype("f4")}
+    options = {"score": score, "scale": 2.5, "select_on": "logit"}
+    attributes = RouterConfig(8, 3, **options).attributes(num_sequences=1)
+    out = adapter.call("route", inputs, attributes)
+    np.testing.assert_array_equal(out["indices"], [[0, 1, 2]] * 2)
+    np.testing.assert_allclose(out["weights"].sum(axis=1), 2.5, rtol=8 * U)
+    np.testing.assert_allclose(out["score_sums"].sum(), 2, rtol=16 * U)
+    got = adapter.call("route_bwd", *route_bwd(inputs, attributes))["grad_logits"]
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_minus_infinity_ranks_below_every_finite_value(adapter: Adapter, score: str) -> None:
+    inf = np.inf
+    bias = np.array([100, 0, -100, 0, 0, 50], "f4")
+    out = route(adapter, [[-inf, 0, -1e4, 1, 2, -inf]], 6, score=score, bias=bias)
+    np.testing.assert_array_equal(out["indices"], [[4, 3, 1, 2, 0, 5]])
+    np.testing.assert_array_equal(out["weights"][0, 4:], [0, 0])
+    assert np.isfinite(out["weights"]).all() and np.isfinite(out["score_sums"]).all()
+
+
+def test_minus_infinity_gets_gradient_zero(adapter: Adapter) -> None:
+    for score in SCORES:
+        logits = np.array([[1, -np.inf, 0.5, -np.inf]], "f4")
+        attributes = RouterConfig(4, 3, score=score).attributes(num_sequences=1)
+        grad = adapter.call("route_bwd", *route_bwd({"logits": logits}, attributes))["grad_logits"]
+        assert np.isfinite(grad).all()
+        np.testing.assert_array_equal(grad[0, [1, 3]], [0, 0])
+
+
+@pytest.mark.parametrize("select_on", ["score", "logit"])
+def test_nan_ranks_below_minus_infinity(adapter: Adapter, select_on: str) -> None:
+    logits = [[np.nan, -np.inf, 1, np.nan, 2]]
+    out = route(adapter, logits, 5, score="sigmoid", select_on=select_on)
+    np.testing.assert_array_equal(out["indices"], [[4, 2, 1, 0, 3]])
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_row_leaves_the_others_alone(
+    adapter: Adapter, score: str, groups: int, bad: float
+) -> None:
+    inputs, attributes = routing(
+        7, 16, 4, score=score, num_groups=groups, group_top_k=min(groups, 2), num_sequences=7
+    )
+    spoilt = {**inputs, "logits": inputs["logits"].copy()}
+    spoilt["logits"][2] = bad
+    spoilt["logits"][5, ::3] = bad
+    good = [0, 1, 3, 4, 6]
+    want, got = (adapter.call("route", i, attributes) for i in (inputs, spoilt))
+    for name in ("weights", "indices", "score_sums", "logsumexp_sq", "sequence_counts"):
+        np.testing.assert_array_equal(bits(got[name][good]), bits(want[name][good]), err_msg=name)
+    for row in got["indices"]:
+        assert len(set(row)) == 4 and row.min() >= 0 and row.max() < 16
+    assert got["expert_counts"].sum() == 7 * 4
+    if score == "softmax":
+        assert np.isnan(got["weights"][[2, 5]]).all()
+    backward_inputs, backward_attributes = route_bwd(inputs, attributes)
+    gradients = [
+        adapter.call("route_bwd", {**backward_inputs, "logits": i["logits"]}, backward_attributes)
+        for i in (inputs, spoilt)
+    ]
+    want_grad, got_grad = (g["grad_logits"][good] for g in gradients)
+    np.testing.assert_array_equal(bits(got_grad), bits(want_grad))
+
+
+def test_masked_tokens_count_nowhere(adapter: Adapter) -> None:
+    inputs, attributes = routing(65, 33, 4, num_sequences=5)
+    inputs["token_mask"] = np.arange(65) % 3 != 0
+    inputs["logits"][0] = np.nan  # masked
+    out = adapter.call("route", inputs, attributes)
+    masked = ~inputs["token_mask"]
+    assert (out["indices"][masked] == -1).all() and not bits(out["weights"][masked]).any()
+    assert out["num_tokens"].sum() == (~masked).sum()
+    assert out["expert_counts"].sum() == 4 * (~masked).sum()
+    assert np.isfinite(out["score_sums"]).all()
+    live = {**inputs, "logits": np.nan_to_num(inputs["logits"])}
+    given, rest = route_bwd(live, attributes)
+    grad = adapter.call("route_bwd", {**given, "logits": inputs["logits"]}, rest)["grad_logits"]
+    assert not bits(grad[masked]).any() and np.isfinite(grad).all()
+
+
+def test_given_ids_out_of_range_are_unused_and_repeats_are_two_slots(adapter: Adapter) -> None:
+    given = np.array([[2, 2, -1], [4, 0, 2**31 - 1], [-(2**31), 9, -7]], "i4")
+    out = route(adapter, np.zeros((3, 4)), 3, given_indices=given)
+    np.testing.assert_array_equal(out["indices"], [[2, 2, -1], [-1, 0, -1], [-1, -1, -1]])
+    np.testing.assert_array_equal(out["weights"], [[0.5, 0.5, 0], [0, 1, 0], [0, 0, 0]])
+    np.testing.assert_array_equal(out["expert_counts"], [1, 0, 2, 0])
+
+
+def test_slices_make_the_whole(adapter: Adapter) -> None:
+    """Two shards of 20 tokens in 4 sequences of 9 tokens: the last 4 tokens are padding."""
+    inputs, attributes = routing(36, 8, 2, num_sequences=4)
+    whole = adapter.call("route", inputs, attributes)
+    padded = np.concatenate([inputs["logits"], np.full((4, 8), np.nan, "f4")])
+    parts = [
+        adapter.call(
+            "route",
+            {"logits": padded[first : first + 20], "first_token": np.int32(first).reshape(())},
+            {**attributes, "total_tokens": 36},
+        )
+        for first in (0, 20)
+    ]
+    for name in ("weights", "indices"):
+        joined = np.concatenate([p[name] for p in parts])
+        np.testing.assert_array_equal(bits(joined[:36]), bits(whole[name]))
+        assert (joined[36:] == {"weights": 0, "indices": -1}[name]).all()
+    for name in ("expert_counts", "sequence_counts", "num_tokens"):
+        np.testing.assert_array_equal(parts[0][name] + parts[1][name], whole[name])
+
+
+def test_one_expert_per_token_without_and_with_normalisation(adapter: Adapter) -> None:
+    logits = [[1, 0.5, -1, 0]]
+    for normalize, weight in ((True, 1.0), ("if_k_gt_1", 0.4742), (False, 0.4742)):
+        out = route(adapter, logits, 1, normalize=normalize)
+        np.testing.assert_allclose(out["weights"], [[weight]], atol=5e-5)
