@@ -57,7 +57,7 @@ cuda-check: .venv/.requirements
 	DUOMOE_CUDA=1 $(BIN)/python setup.py --quiet build_ext --build-lib build/cuda-check
 
 reference: setup
-	$(BIN)/duomoe ops > docs/ops.md
+	$(BIN)/python -m duomoe.reference > docs/ops.md
 
 wheel: .venv/.requirements
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -235,9 +235,11 @@ def _inside_shard_map() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def _explicit_mesh() -> Any:
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh if any(kind == AxisType.Explicit for kind in mesh.axis_types) else None
+def _explicit_mesh(arrays: Sequence[jax.Array]) -> Any:
+    """The mesh with Explicit axes that a call stands in: that of set_mesh, else its operands'."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(a).sharding.mesh for a in arrays)]
+    explicit = (m for m in meshes if any(kind == AxisType.Explicit for kind in m.axis_types))
+    return next(explicit, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +255,7 @@ class _Primal:
         return cls(
             varying(x),
             x.dtype.name,
-            None if _explicit_mesh() is None else jax.typeof(x).sharding.spec,
+            None if _explicit_mesh([x]) is None else jax.typeof(x).sharding.spec,
         )
 
 
@@ -297,13 +299,14 @@ def _bound_call(
         return jax.lax.map(one, mapped), (True,) * len(bound.op.outputs)
 
     def call(*arrays: jax.Array) -> Arrays:
-        mesh = _explicit_mesh()
+        mesh = _explicit_mesh(arrays)
         if mesh is None:
             return batched(*arrays)
         specs = [jax.typeof(a).sharding.spec for a in arrays]
         layout = Layout(bound, mesh, [a.shape for a in arrays], specs)
         out = tuple(layout.spec(t) for t in bound.op.outputs)
-        return jax.sharding.auto_axes(batched, out_sharding=out)(*arrays)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(batched, out_sharding=out)(*arrays)
 
     @jax.custom_jvp
     def guarded(*arrays: jax.Array) -> Arrays:

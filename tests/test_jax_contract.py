@@ -5,6 +5,7 @@ x64."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 
@@ -266,14 +267,15 @@ def test_shard_map_adds_up_gradients_of_replicated_parameters(check_vma: bool, r
 
 
 @pytest.mark.multidevice
-@pytest.mark.parametrize("jit", [True, False], ids=["jit", "eager"])
-def test_explicit_mesh(jit: bool, rng) -> None:
+@pytest.mark.parametrize("how", ["jit", "eager", "jit without set_mesh"])
+def test_explicit_mesh(how: str, rng) -> None:
     z = normal(rng, (48, 8))
     grid = mesh((DEVICES,), ("dp",), AxisType.Explicit)
-    want_value, want_grad = jax.value_and_grad(statistics_loss)(z)
-    with jax.set_mesh(grid):
-        f = jax.value_and_grad(statistics_loss)
-        value, grad = (jax.jit(f) if jit else f)(jax.device_put(z, NamedSharding(grid, P("dp"))))
+    f = jax.value_and_grad(statistics_loss)
+    want_value, want_grad = f(z)
+    with contextlib.nullcontext() if "without" in how else jax.set_mesh(grid):
+        sharded = jax.device_put(z, NamedSharding(grid, P("dp")))
+        value, grad = f(sharded) if how == "eager" else jax.jit(f)(sharded)
     np.testing.assert_allclose(value, want_value, rtol=1e-6)
     np.testing.assert_allclose(grad, want_grad, rtol=2e-6, atol=1e-8)
     assert grad.sharding.spec[0] == "dp"
