@@ -10,8 +10,8 @@
 
 namespace duomoe {
 
-// Round to nearest, denormals kept, while it lives; then the caller's mode again. XLA's CPU threads flush
-// denormals and torch's don't, so without it one kernel would give two results.
+// Round to nearest, denormals kept, while it lives; then the caller's mode again. XLA's CPU threads
+// flush denormals and torch's don't, so without it one kernel would give two results.
 class ScopedFpMode {
  public:
   ScopedFpMode() {

@@ -8,9 +8,14 @@ namespace duomoe {
 namespace {
 
 AttributeSpec integer(std::string name, int64_t minimum, std::string axis = "") {
-  return {.name = std::move(name), .kind = AttributeKind::kInt, .minimum = minimum, .axis = std::move(axis)};
+  return {.name = std::move(name),
+          .kind = AttributeKind::kInt,
+          .minimum = minimum,
+          .axis = std::move(axis)};
 }
-AttributeSpec real(std::string name) { return {.name = std::move(name), .kind = AttributeKind::kFloat}; }
+AttributeSpec real(std::string name) {
+  return {.name = std::move(name), .kind = AttributeKind::kFloat};
+}
 AttributeSpec choice(std::string name, std::vector<std::string> choices) {
   return {.name = std::move(name), .kind = AttributeKind::kChoice, .choices = std::move(choices)};
 }
@@ -50,12 +55,16 @@ std::vector<AttributeSpec> router_options(bool forward) {
 std::vector<OpSpec> make_table() {
   std::vector<OpSpec> ops;
 
-  // --- gate -----------------------------------------------------------------------------------------
+  // --- gate
+  // -----------------------------------------------------------------------------------------
   ops.push_back({
       .name = "gate",
-      .summary = "logits = x . router + router_bias: operands rounded to gate_dtype, summed in float32, "
-                 "rounded once to gate_dtype.",
-      .inputs = {{"x", "T D", "<x>"}, {"router", "D E", "<w>"}, {"router_bias", "E", "<b>", kOptional}},
+      .summary =
+          "logits = x . router + router_bias: operands rounded to gate_dtype, summed in float32, "
+          "rounded once to gate_dtype.",
+      .inputs = {{"x", "T D", "<x>"},
+                 {"router", "D E", "<w>"},
+                 {"router_bias", "E", "<b>", kOptional}},
       .outputs = {{"logits", "T E", "@gate_dtype"}},
       .attributes = {dtype("gate_dtype")},
       .backward = {"gate_bwd_x", "gate_bwd_params"},
@@ -71,18 +80,22 @@ std::vector<OpSpec> make_table() {
   });
   ops.push_back({
       .name = "gate_bwd_params",
-      .summary = "grad_router = x^T . grad_logits and grad_router_bias = sum over tokens of grad_logits.",
+      .summary =
+          "grad_router = x^T . grad_logits and grad_router_bias = sum over tokens of grad_logits.",
       .inputs = {{"grad_logits", "T E", "@gate_dtype"}, {"x", "T D", "<x>"}},
-      .outputs = {{"grad_router", "D E", "@router_dtype"}, {"grad_router_bias", "E", "@router_bias_dtype"}},
+      .outputs = {{"grad_router", "D E", "@router_dtype"},
+                  {"grad_router_bias", "E", "@router_bias_dtype"}},
       .attributes = {dtype("gate_dtype"), dtype("router_dtype", "router"),
                      dtype("router_bias_dtype", "router_bias")},
       .shard_axes = "T",
   });
 
-  // --- route ----------------------------------------------------------------------------------------
+  // --- route
+  // ----------------------------------------------------------------------------------------
   ops.push_back({
       .name = "route",
-      .summary = "Top-K selection, weights and the statistics of both losses, in one pass over the logits.",
+      .summary = "Top-K selection, weights and the statistics of both losses, in one pass over the "
+                 "logits.",
       .inputs = {{"logits", "T E", "<x>"},
                  {"bias", "E", "float32", kOptional},
                  {"given_indices", "T K", "int32", kOptional},
@@ -115,19 +128,26 @@ std::vector<OpSpec> make_table() {
       .shard_axes = "T",
   });
 
-  // --- losses ---------------------------------------------------------------------------------------
+  // --- losses
+  // ---------------------------------------------------------------------------------------
   ops.push_back({
       .name = "load_balancing_loss",
-      .summary = "coeff * mean over sequences with n > 0 of E / (K n^2) * sum_e counts_e * score_sums_e.",
-      .inputs = {{"sequence_counts", "S E", "int32"}, {"score_sums", "S E", "float32"}, {"num_tokens", "S", "int32"}},
+      .summary =
+          "coeff * mean over sequences with n > 0 of E / (K n^2) * sum_e counts_e * score_sums_e.",
+      .inputs = {{"sequence_counts", "S E", "int32"},
+                 {"score_sums", "S E", "float32"},
+                 {"num_tokens", "S", "int32"}},
       .outputs = {{"loss", "", "float32"}},
       .attributes = {integer("top_k", 1), real("coeff")},
       .backward = {"load_balancing_loss_bwd"},
   });
   ops.push_back({
       .name = "load_balancing_loss_bwd",
-      .summary = "grad_score_sums[s, e] = grad_loss * coeff * E / (K n_s^2 #{n > 0}) * counts[s, e].",
-      .inputs = {{"sequence_counts", "S E", "int32"}, {"num_tokens", "S", "int32"}, {"grad_loss", "", "float32"}},
+      .summary =
+          "grad_score_sums[s, e] = grad_loss * coeff * E / (K n_s^2 #{n > 0}) * counts[s, e].",
+      .inputs = {{"sequence_counts", "S E", "int32"},
+                 {"num_tokens", "S", "int32"},
+                 {"grad_loss", "", "float32"}},
       .outputs = {{"grad_score_sums", "S E", "float32"}},
       .attributes = {integer("top_k", 1), real("coeff")},
   });
@@ -147,23 +167,28 @@ std::vector<OpSpec> make_table() {
       .attributes = {real("coeff")},
   });
 
-  // --- dispatch -------------------------------------------------------------------------------------
+  // --- dispatch
+  // -------------------------------------------------------------------------------------
   ops.push_back({
       .name = "plan_dispatch",
-      .summary = "Stable order of the slots by expert, with capacity, alignment and a bound on the rows.",
+      .summary =
+          "Stable order of the slots by expert, with capacity, alignment and a bound on the rows.",
       .inputs = {{"indices", "T K", "int32"}, {"weights", "T K", "float32", kOptional}},
       .outputs = {{"row_of_slot", "T K", "int32"},
                   {"slot_of_row", "R", "int32"},
                   {"expert_counts", "E", "int32"},
                   {"routed_counts", "E", "int32"},
                   {"expert_offsets", "E+1", "int32"}},
-      .attributes = {integer("num_experts", 1, "E"), integer("num_rows", 0, "R"), integer("capacity", -1),
-                     choice("drop_order", {"position", "weight"}), integer("alignment", 1)},
+      .attributes = {integer("num_experts", 1, "E"), integer("num_rows", 0, "R"),
+                     integer("capacity", -1), choice("drop_order", {"position", "weight"}),
+                     integer("alignment", 1)},
   });
   ops.push_back({
       .name = "permute",
       .summary = "rows[r] = x[slot_of_row[r] / K]; rows without a slot are zero.",
-      .inputs = {{"x", "T D", "<x>"}, {"row_of_slot", "T K", "int32"}, {"slot_of_row", "R", "int32"}},
+      .inputs = {{"x", "T D", "<x>"},
+                 {"row_of_slot", "T K", "int32"},
+                 {"slot_of_row", "R", "int32"}},
       .outputs = {{"rows", "R D", "<x>"}},
       .attributes = {},
       .backward = {"permute_bwd"},
@@ -171,7 +196,8 @@ std::vector<OpSpec> make_table() {
   });
   ops.push_back({
       .name = "permute_bwd",
-      .summary = "grad_x[t] = sum over k, in slot order and float32, of grad_rows[row_of_slot[t, k]].",
+      .summary =
+          "grad_x[t] = sum over k, in slot order and float32, of grad_rows[row_of_slot[t, k]].",
       .inputs = {{"grad_rows", "R D", "<x>"}, {"row_of_slot", "T K", "int32"}},
       .outputs = {{"grad_x", "T D", "<x>"}},
       .attributes = {},
@@ -179,7 +205,8 @@ std::vector<OpSpec> make_table() {
   });
   ops.push_back({
       .name = "combine",
-      .summary = "y[t] = sum over k, in slot order and float32, of weights[t, k] * rows[row_of_slot[t, k]].",
+      .summary = "y[t] = sum over k, in slot order and float32, of weights[t, k] * "
+                 "rows[row_of_slot[t, k]].",
       .inputs = {{"rows", "R D", "<x>"},
                  {"row_of_slot", "T K", "int32"},
                  {"slot_of_row", "R", "int32"},
@@ -191,7 +218,8 @@ std::vector<OpSpec> make_table() {
   });
   ops.push_back({
       .name = "combine_bwd",
-      .summary = "grad_rows = weight * grad_y of the row's token; grad_weights = dot(grad_y, rows).",
+      .summary =
+          "grad_rows = weight * grad_y of the row's token; grad_weights = dot(grad_y, rows).",
       .inputs = {{"grad_y", "T D", "<x>"},
                  {"rows", "R D", "<x>"},
                  {"row_of_slot", "T K", "int32"},
@@ -202,10 +230,12 @@ std::vector<OpSpec> make_table() {
       .shard_axes = "D",
   });
 
-  // --- experts --------------------------------------------------------------------------------------
+  // --- experts
+  // --------------------------------------------------------------------------------------
   ops.push_back({
       .name = "grouped_matmul",
-      .summary = "out[r] = rows[r] . w[e] for the rows of expert e, summed in float32; other rows are zero.",
+      .summary = "out[r] = rows[r] . w[e] for the rows of expert e, summed in float32; other rows "
+                 "are zero.",
       .inputs = {{"rows", "R D", "<x>"},
                  {"w", "E D N", "<w>"},
                  {"expert_offsets", "E+1", "int32"},
@@ -228,7 +258,8 @@ std::vector<OpSpec> make_table() {
   });
   ops.push_back({
       .name = "grouped_matmul_bwd_w",
-      .summary = "grad_w[e] = rows^T . grad_out over the rows of expert e; exactly 0 for an expert without rows.",
+      .summary = "grad_w[e] = rows^T . grad_out over the rows of expert e; exactly 0 for an expert "
+                 "without rows.",
       .inputs = {{"rows", "R D", "<x>"},
                  {"grad_out", "R N", "<g>"},
                  {"expert_offsets", "E+1", "int32"},
@@ -255,10 +286,12 @@ std::vector<OpSpec> make_table() {
       .shard_axes = "R F",
   });
 
-  // --- plumbing -------------------------------------------------------------------------------------
+  // --- plumbing
+  // -------------------------------------------------------------------------------------
   ops.push_back({
       .name = "add",
-      .summary = "out = a + b in float32, rounded once. It joins the cotangents of a tensor that a block uses "
+      .summary = "out = a + b in float32, rounded once. It joins the cotangents of a tensor that a "
+                 "block uses "
                  "twice, because the frameworks' own additions may flush denormals.",
       .inputs = {{"a", "R D", "<x>"}, {"b", "R D", "<x>"}},
       .outputs = {{"out", "R D", "<x>"}},

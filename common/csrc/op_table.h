@@ -1,8 +1,9 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The one declaration of every op. From it derive the checks of shapes and dtypes, the torch schemas,
-// fake kernels and autograd, the JAX abstract values, gradients and sharding rules, and the op reference.
+// The one declaration of every op. From it derive the checks of shapes and dtypes, the torch
+// schemas, fake kernels and autograd, the JAX abstract values, gradients and sharding rules, and
+// the op reference.
 //
 // Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product,
 // F expert hidden width, R permuted rows, S sequences.
@@ -17,8 +18,8 @@
 namespace duomoe {
 
 // `axes` is a list of axis letters ("T E", "E+1", "" for a scalar).
-// `dtype` is a fixed type ("float32", "int32", "bool"), a variable that is any float type and the same
-// wherever it stands in one op ("<x>"), or the value of a dtype attribute ("@gate_dtype").
+// `dtype` is a fixed type ("float32", "int32", "bool"), a variable that is any float type and the
+// same wherever it stands in one op ("<x>"), or the value of a dtype attribute ("@gate_dtype").
 struct TensorSpec {
   std::string name;
   std::string axes;
@@ -28,19 +29,21 @@ struct TensorSpec {
 
 enum class AttributeKind { kInt, kFloat, kChoice };
 
-// A static option. A choice is passed by its name and reaches a kernel as its position in `choices`.
+// A static option. A choice is passed by its name and reaches a kernel as its position in
+// `choices`.
 struct AttributeSpec {
   std::string name;
   AttributeKind kind;
   std::vector<std::string> choices = {};
-  int64_t minimum = 0;       // of an int
-  std::string axis = "";     // the axis letter whose length this attribute gives
-  std::string dtype_of = ""; // a backward op's dtype: that of the forward input of this name
+  int64_t minimum = 0;        // of an int
+  std::string axis = "";      // the axis letter whose length this attribute gives
+  std::string dtype_of = "";  // a backward op's dtype: that of the forward input of this name
 };
 
-// The gradient of an op is the union of its backward ops' outputs. A backward op's tensors are matched by
-// name: `grad_y` is the cotangent of output y or the gradient of input y, any other name is an input or
-// output of the forward op, kept for the backward pass; attributes are the forward op's of the same name.
+// The gradient of an op is the union of its backward ops' outputs. A backward op's tensors are
+// matched by name: `grad_y` is the cotangent of output y or the gradient of input y, any other name
+// is an input or output of the forward op, kept for the backward pass; attributes are the forward
+// op's of the same name.
 struct OpSpec {
   std::string name;
   std::string summary;
@@ -48,8 +51,8 @@ struct OpSpec {
   std::vector<TensorSpec> outputs;
   std::vector<AttributeSpec> attributes;
   std::vector<std::string> backward = {};
-  // Axes along which the op may be sharded: slices are independent, and an output without the axis is
-  // the sum over them. All other axes are needed whole.
+  // Axes along which the op may be sharded: slices are independent, and an output without the axis
+  // is the sum over them. All other axes are needed whole.
   std::string shard_axes = "";
 };
 

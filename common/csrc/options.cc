@@ -12,26 +12,31 @@ std::string text(int64_t value) { return std::to_string(value); }
 Status check_route(const Call& call) {
   const int64_t tokens = call.axis('T'), experts = call.axis('E'), top_k = call.axis('K');
   if (top_k > experts) {
-    return {"top_k must be between 1 and the number of experts (" + text(experts) + "), got " + text(top_k)};
+    return {"top_k must be between 1 and the number of experts (" + text(experts) + "), got " +
+            text(top_k)};
   }
   const int64_t sequences = call.axis('S');
   const bool slice = call.in("first_token").present();
   const int64_t total = slice ? call.integer("total_tokens") : tokens;
   if (total % sequences) {
-    return {"the number of tokens (" + text(total) + ") must be divisible by num_sequences (" + text(sequences) + ")"};
+    return {"the number of tokens (" + text(total) + ") must be divisible by num_sequences (" +
+            text(sequences) + ")"};
   }
   if (total > std::numeric_limits<int32_t>::max() / top_k) {
-    return {"counts are int32: tokens * top_k must stay below 2^31, got " + text(total) + " * " + text(top_k)};
+    return {"counts are int32: tokens * top_k must stay below 2^31, got " + text(total) + " * " +
+            text(top_k)};
   }
   if (call.has_attribute("num_groups")) {
     const int64_t groups = call.integer("num_groups"), kept = call.integer("group_top_k");
     if (experts % groups) {
-      return {"the number of experts (" + text(experts) + ") must be divisible by num_groups (" + text(groups) + ")"};
+      return {"the number of experts (" + text(experts) + ") must be divisible by num_groups (" +
+              text(groups) + ")"};
     }
-    if (kept > groups) return {"group_top_k (" + text(kept) + ") must not exceed num_groups (" + text(groups) + ")"};
+    if (kept > groups)
+      return {"group_top_k (" + text(kept) + ") must not exceed num_groups (" + text(groups) + ")"};
     if (kept * (experts / groups) < top_k) {
-      return {"the kept groups hold " + text(kept * (experts / groups)) + " experts, fewer than top_k (" +
-              text(top_k) + ")"};
+      return {"the kept groups hold " + text(kept * (experts / groups)) +
+              " experts, fewer than top_k (" + text(top_k) + ")"};
     }
   }
   return {};
@@ -43,10 +48,11 @@ Status check_options(const Call& call) {
   if (call.op.name == "route" || call.op.name == "route_bwd") return check_route(call);
   constexpr int64_t limit = std::numeric_limits<int32_t>::max();
   if (call.axis('T') >= 0 && call.axis('K') > 0 && call.axis('T') > limit / call.axis('K')) {
-    return {"row numbers are int32: tokens * top_k must stay below 2^31, got " + text(call.axis('T')) + " * " +
-            text(call.axis('K'))};
+    return {"row numbers are int32: tokens * top_k must stay below 2^31, got " +
+            text(call.axis('T')) + " * " + text(call.axis('K'))};
   }
-  if (call.axis('R') > limit) return {"row numbers are int32: rows must stay below 2^31, got " + text(call.axis('R'))};
+  if (call.axis('R') > limit)
+    return {"row numbers are int32: rows must stay below 2^31, got " + text(call.axis('R'))};
   return {};
 }
 

@@ -39,7 +39,8 @@ bool is_float(DType dtype) { return dtype <= DType::kFloat16; }
 // Binds axis letters and dtype variables while it walks over the tensors of one call.
 class Binder {
  public:
-  Binder(const OpSpec& op, std::span<const AttributeValue> attributes, std::array<int64_t, 26>& axes)
+  Binder(const OpSpec& op, std::span<const AttributeValue> attributes,
+         std::array<int64_t, 26>& axes)
       : op_(op), attributes_(attributes), axes_(axes) {
     axes_.fill(-1);
     dtypes_.fill(-1);
@@ -57,7 +58,8 @@ class Binder {
         return fail(spec.name + " must be at least " + std::to_string(spec.minimum) + ", got " +
                     std::to_string(value));
       }
-      if (spec.kind == AttributeKind::kChoice && (value < 0 || value >= static_cast<int64_t>(spec.choices.size()))) {
+      if (spec.kind == AttributeKind::kChoice &&
+          (value < 0 || value >= static_cast<int64_t>(spec.choices.size()))) {
         return fail(spec.name + " is not one of its choices");
       }
       if (!spec.axis.empty()) axes_[spec.axis[0] - 'A'] = value;
@@ -117,7 +119,9 @@ class Binder {
     } else if (spec.dtype[0] == '@') {
       dtype = static_cast<DType>(attribute_value(std::string_view(spec.dtype).substr(1)));
     } else {
-      dtype = spec.dtype == "float32" ? DType::kFloat32 : spec.dtype == "int32" ? DType::kInt32 : DType::kBool;
+      dtype = spec.dtype == "float32" ? DType::kFloat32
+              : spec.dtype == "int32" ? DType::kInt32
+                                      : DType::kBool;
     }
     return {};
   }
@@ -141,7 +145,8 @@ class Binder {
     if (spec.dtype[0] == '<') {
       int& bound = dtypes_[spec.dtype[1] - 'a'];
       if (!is_float(view.dtype)) {
-        return fail(spec.name + " must be float32, bfloat16 or float16, got " + dtype_text(view.dtype));
+        return fail(spec.name + " must be float32, bfloat16 or float16, got " +
+                    dtype_text(view.dtype));
       }
       if (bound < 0) bound = static_cast<int>(view.dtype);
       if (bound != static_cast<int>(view.dtype)) {
@@ -159,8 +164,8 @@ class Binder {
   }
 
   Status shape_error(const TensorSpec& spec, const TensorView& view) const {
-    return fail(spec.name + " must have shape [" + spec.axes + "] in agreement with the other arguments, got " +
-                shape_text(view));
+    return fail(spec.name + " must have shape [" + spec.axes +
+                "] in agreement with the other arguments, got " + shape_text(view));
   }
 
   const OpSpec& op_;
@@ -198,8 +203,12 @@ int known_position(const OpSpec& op, const std::vector<Spec>& specs, std::string
 
 }  // namespace
 
-const TensorView& Call::in(std::string_view name) const { return inputs[known_position(op, op.inputs, name)]; }
-const TensorView& Call::out(std::string_view name) const { return outputs[known_position(op, op.outputs, name)]; }
+const TensorView& Call::in(std::string_view name) const {
+  return inputs[known_position(op, op.inputs, name)];
+}
+const TensorView& Call::out(std::string_view name) const {
+  return outputs[known_position(op, op.outputs, name)];
+}
 const AttributeValue& Call::attribute(std::string_view name) const {
   return attributes[known_position(op, op.attributes, name)];
 }
@@ -219,10 +228,12 @@ bool register_kernel(std::string_view op, Backend backend, Kernel kernel) {
   return true;
 }
 
-bool has_kernel(int op, Backend backend) { return kernels()[op].of[static_cast<int>(backend)] != nullptr; }
+bool has_kernel(int op, Backend backend) {
+  return kernels()[op].of[static_cast<int>(backend)] != nullptr;
+}
 
-Status infer_outputs(int index, std::span<const TensorView> inputs, std::span<const AttributeValue> attributes,
-                     std::span<TensorView> outputs) {
+Status infer_outputs(int index, std::span<const TensorView> inputs,
+                     std::span<const AttributeValue> attributes, std::span<TensorView> outputs) {
   const OpSpec& op = op_table()[index];
   std::array<int64_t, 26> axes;
   Binder binder(op, attributes, axes);
@@ -233,8 +244,9 @@ Status infer_outputs(int index, std::span<const TensorView> inputs, std::span<co
   return {};
 }
 
-Status run(int index, Backend backend, std::span<const TensorView> inputs, std::span<const TensorView> outputs,
-           std::span<const AttributeValue> attributes, Executor& executor) {
+Status run(int index, Backend backend, std::span<const TensorView> inputs,
+           std::span<const TensorView> outputs, std::span<const AttributeValue> attributes,
+           Executor& executor) {
   const OpSpec& op = op_table()[index];
   Call call{op, inputs, outputs, attributes, executor};
   Binder binder(op, attributes, call.axes);
@@ -245,10 +257,10 @@ Status run(int index, Backend backend, std::span<const TensorView> inputs, std::
   }
   const Kernel kernel = kernels()[index].of[static_cast<int>(backend)];
   if (!kernel) {
-    return {op.name + (backend == Backend::kCuda
-                           ? ": this build of duomoe has no CUDA kernel for it; rebuild with DUOMOE_CUDA=1, or move "
-                             "the arguments to the CPU"
-                           : ": has no CPU kernel")};
+    return {op.name + (backend == Backend::kCuda ? ": this build of duomoe has no CUDA kernel for "
+                                                   "it; rebuild with DUOMOE_CUDA=1, or move "
+                                                   "the arguments to the CPU"
+                                                 : ": has no CPU kernel")};
   }
   try {
     if (Status s = check_options(call); !s.ok()) return {op.name + ": " + s.message};
@@ -268,7 +280,8 @@ DUOMOE_EXPORT const char* duomoe_op_table() {
   static const std::string json = duomoe::op_table_json();
   return json.c_str();
 }
-// 1 if the library holds a kernel of this op (its position in the table) for a backend (0 CPU, 1 CUDA).
+// 1 if the library holds a kernel of this op (its position in the table) for a backend (0 CPU, 1
+// CUDA).
 DUOMOE_EXPORT int duomoe_has_kernel(int op, int backend) {
   if (op < 0 || op >= static_cast<int>(duomoe::op_table().size())) return 0;
   return duomoe::has_kernel(op, static_cast<duomoe::Backend>(backend)) ? 1 : 0;

@@ -1,8 +1,8 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// From an op's name to its kernel: `run` checks a call against the op table once, for both bindings and
-// all backends, then hands it to the kernel as a `Call` whose parts are read by name.
+// From an op's name to its kernel: `run` checks a call against the op table once, for both bindings
+// and all backends, then hands it to the kernel as a `Call` whose parts are read by name.
 #pragma once
 
 #include <array>
@@ -52,23 +52,25 @@ class Call {
 using Kernel = Status (*)(const Call&);
 
 // Defines a kernel: DUOMOE_KERNEL(kCpu, route) { ... return {}; }
-#define DUOMOE_KERNEL(backend, op_name)                                                           \
-  static Status op_name##_kernel(const Call& call);                                               \
-  static const bool op_name##_registered =                                                        \
-      ::duomoe::register_kernel(#op_name, ::duomoe::Backend::backend, op_name##_kernel);          \
+#define DUOMOE_KERNEL(backend, op_name)                                                  \
+  static Status op_name##_kernel(const Call& call);                                      \
+  static const bool op_name##_registered =                                               \
+      ::duomoe::register_kernel(#op_name, ::duomoe::Backend::backend, op_name##_kernel); \
   static Status op_name##_kernel([[maybe_unused]] const Call& call)
 
 bool register_kernel(std::string_view op, Backend backend, Kernel kernel);
 
-// Binds the axes of the inputs and attributes and writes the shape and dtype of every output (no data).
-// For a binding that allocates the outputs itself. All spans follow the order of the op table.
+// Binds the axes of the inputs and attributes and writes the shape and dtype of every output (no
+// data). For a binding that allocates the outputs itself. All spans follow the order of the op
+// table.
 DUOMOE_EXPORT Status infer_outputs(int op, std::span<const TensorView> inputs,
-                                   std::span<const AttributeValue> attributes, std::span<TensorView> outputs);
+                                   std::span<const AttributeValue> attributes,
+                                   std::span<TensorView> outputs);
 
 // Checks everything, then runs the kernel. Writes nothing unless the checks pass.
 DUOMOE_EXPORT Status run(int op, Backend backend, std::span<const TensorView> inputs,
-                         std::span<const TensorView> outputs, std::span<const AttributeValue> attributes,
-                         Executor& executor);
+                         std::span<const TensorView> outputs,
+                         std::span<const AttributeValue> attributes, Executor& executor);
 
 DUOMOE_EXPORT bool has_kernel(int op, Backend backend);
 

@@ -1,9 +1,9 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// One XLA FFI handler per op of the core's table and platform, all from one template; pybind11 hands them to
-// Python as capsules. An absent optional input is left out of the operands and named by the attribute `present`,
-// a bit per input.
+// One XLA FFI handler per op of the core's table and platform, all from one template; pybind11
+// hands them to Python as capsules. An absent optional input is left out of the operands and named
+// by the attribute `present`, a bit per input.
 
 #include <pybind11/pybind11.h>
 
@@ -71,7 +71,9 @@ class CpuExecutor final : public duomoe::Executor {
 
 class CudaExecutor final : public duomoe::Executor {
  public:
-  CudaExecutor(void* cuda_stream, ffi::ScratchAllocator& allocator) : allocator_(allocator) { stream = cuda_stream; }
+  CudaExecutor(void* cuda_stream, ffi::ScratchAllocator& allocator) : allocator_(allocator) {
+    stream = cuda_stream;
+  }
   void parallel_for(int64_t count, const std::function<void(int64_t)>& task) override {
     for (int64_t i = 0; i < count; ++i) task(i);
   }
@@ -98,10 +100,12 @@ std::optional<DType> dtype_of(ffi::DataType type) {
   }
 }
 
-Status make_view(const OpSpec& op, const std::string& name, ffi::AnyBuffer buffer, TensorView& view) {
+Status make_view(const OpSpec& op, const std::string& name, ffi::AnyBuffer buffer,
+                 TensorView& view) {
   const auto dims = buffer.dimensions();
   const auto dtype = dtype_of(buffer.element_type());
-  if (!dtype || dims.size() > duomoe::kMaxRank) return {op.name + ": " + name + " has a dtype or rank that no op takes"};
+  if (!dtype || dims.size() > duomoe::kMaxRank)
+    return {op.name + ": " + name + " has a dtype or rank that no op takes"};
   view.rank = static_cast<int>(dims.size());
   for (int i = 0; i < view.rank; ++i) view.shape[i] = dims[i];
   view.dtype = *dtype;
@@ -109,7 +113,8 @@ Status make_view(const OpSpec& op, const std::string& name, ffi::AnyBuffer buffe
   return {};
 }
 
-Status read_attributes(const OpSpec& op, const ffi::Dictionary& dictionary, std::vector<AttributeValue>& values) {
+Status read_attributes(const OpSpec& op, const ffi::Dictionary& dictionary,
+                       std::vector<AttributeValue>& values) {
   for (size_t i = 0; i < op.attributes.size(); ++i) {
     const auto& spec = op.attributes[i];
     const Status missing{op.name + ": attribute " + spec.name + " is missing or of another type"};
@@ -130,7 +135,8 @@ Status read_attributes(const OpSpec& op, const ffi::Dictionary& dictionary, std:
         const auto value = dictionary.get<std::string_view>(spec.name);
         if (!value) return missing;
         values[i].integer = duomoe::choice_index(spec, *value);
-        if (values[i].integer < 0) return {op.name + ": " + spec.name + " has no choice '" + std::string(*value) + "'"};
+        if (values[i].integer < 0)
+          return {op.name + ": " + spec.name + " has no choice '" + std::string(*value) + "'"};
         break;
       }
     }
@@ -152,7 +158,8 @@ Status call_op(int index, Backend backend, duomoe::Executor& executor, ffi::Rema
     if (!buffer) return {op.name + ": " + op.inputs[i].name + " is missing"};
     if (Status s = make_view(op, op.inputs[i].name, *buffer, inputs[i]); !s.ok()) return s;
   }
-  if (at != args.size() || rets.size() != outputs.size()) return {op.name + ": wrong number of operands or results"};
+  if (at != args.size() || rets.size() != outputs.size())
+    return {op.name + ": wrong number of operands or results"};
   for (size_t i = 0; i < outputs.size(); ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (!buffer) return {op.name + ": result " + op.outputs[i].name + " is missing"};
@@ -163,18 +170,20 @@ Status call_op(int index, Backend backend, duomoe::Executor& executor, ffi::Rema
 }
 
 ffi::Error to_error(const Status& status) {
-  return status.ok() ? ffi::Error::Success() : ffi::Error::InvalidArgument("duomoe " + status.message);
+  return status.ok() ? ffi::Error::Success()
+                     : ffi::Error::InvalidArgument("duomoe " + status.message);
 }
 
 template <size_t kIndex>
-ffi::Error cpu_call(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+ffi::Error cpu_call(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                    ffi::Dictionary attrs) {
   CpuExecutor executor(pool);
   return to_error(call_op(kIndex, Backend::kCpu, executor, args, rets, attrs));
 }
 
 template <size_t kIndex>
-ffi::Error cuda_call(void* stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                     ffi::Dictionary attrs) {
+ffi::Error cuda_call(void* stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
+                     ffi::RemainingRets rets, ffi::Dictionary attrs) {
   CudaExecutor executor(stream, scratch);
   return to_error(call_op(kIndex, Backend::kCuda, executor, args, rets, attrs));
 }
@@ -225,7 +234,8 @@ PYBIND11_MODULE(_binding, module) {
   // {op name: (capsule for CPU, capsule for CUDA)}
   module.def("handlers", [] {
     const auto& table = duomoe::op_table();
-    if (table.size() > kMaxOps) throw std::logic_error("duomoe: raise kMaxOps in jax_frontend/csrc/binding.cc");
+    if (table.size() > kMaxOps)
+      throw std::logic_error("duomoe: raise kMaxOps in jax_frontend/csrc/binding.cc");
     pybind11::dict result;
     for (size_t i = 0; i < table.size(); ++i) {
       result[pybind11::str(table[i].name)] =

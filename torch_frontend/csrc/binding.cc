@@ -1,8 +1,8 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Registers every op of the core's table with torch, through the stable ABI. The schemas come from the table;
-// one boxed function serves all ops and devices.
+// Registers every op of the core's table with torch, through the stable ABI. The schemas come from
+// the table; one boxed function serves all ops and devices.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -19,8 +19,8 @@
 #include "registry.h"
 
 // In libtorch_cuda only; absent from a CPU build of torch.
-extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
-                                                                                   void** stream);
+extern "C" __attribute__((weak)) AOTITorchError
+aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
 namespace {
 
@@ -34,8 +34,8 @@ using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr std::array<ScalarType, 5> kScalarTypes = {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half,
-                                                    ScalarType::Int, ScalarType::Bool};
+constexpr std::array<ScalarType, 5> kScalarTypes = {
+    ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Int, ScalarType::Bool};
 
 std::string schema_of(const OpSpec& op) {
   std::string text = op.name + "(";
@@ -57,20 +57,24 @@ std::string schema_of(const OpSpec& op) {
   return text + ")";
 }
 
-[[noreturn]] void fail(const std::string& message) { throw std::runtime_error("duomoe " + message); }
+[[noreturn]] void fail(const std::string& message) {
+  throw std::runtime_error("duomoe " + message);
+}
 
 DType dtype_of(const OpSpec& op, const std::string& name, const Tensor& tensor) {
   const ScalarType type = tensor.scalar_type();
   for (size_t i = 0; i < kScalarTypes.size(); ++i) {
     if (kScalarTypes[i] == type) return static_cast<DType>(i);
   }
-  fail(op.name + ": " + name + " has a dtype that no op takes (allowed: float32, bfloat16, float16, int32, bool)");
+  fail(op.name + ": " + name +
+       " has a dtype that no op takes (allowed: float32, bfloat16, float16, int32, bool)");
 }
 
 TensorView view_of(const OpSpec& op, const std::string& name, const Tensor& tensor) {
   TensorView view;
   const auto sizes = tensor.sizes();
-  if (sizes.size() > duomoe::kMaxRank) fail(op.name + ": " + name + " has rank " + std::to_string(sizes.size()));
+  if (sizes.size() > duomoe::kMaxRank)
+    fail(op.name + ": " + name + " has rank " + std::to_string(sizes.size()));
   view.rank = static_cast<int>(sizes.size());
   for (int i = 0; i < view.rank; ++i) view.shape[i] = sizes[i];
   view.dtype = dtype_of(op, name, tensor);
@@ -100,14 +104,15 @@ Tensor empty(const TensorView& view, int32_t device_type, int32_t device_index) 
   AtenTensorHandle handle = nullptr;
   const int32_t dtype = torch::stable::detail::to<int32_t>(
       torch::stable::detail::from(kScalarTypes[static_cast<size_t>(view.dtype)]));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(view.rank, view.shape.data(), strides.data(), dtype,
-                                                         device_type, device_index, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      view.rank, view.shape.data(), strides.data(), dtype, device_type, device_index, &handle));
   return Tensor(handle);
 }
 
 class TorchExecutor final : public duomoe::Executor {
  public:
-  TorchExecutor(int32_t device_type, int32_t device_index) : device_type_(device_type), device_index_(device_index) {}
+  TorchExecutor(int32_t device_type, int32_t device_index)
+      : device_type_(device_type), device_index_(device_index) {}
 
   void parallel_for(int64_t count, const std::function<void(int64_t)>& task) override {
     torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
@@ -160,7 +165,8 @@ void call_op(int index, StableIValue* stack) {
       case AttributeKind::kChoice: {
         const std::string name = take_string(stack[at]);
         attributes[i].integer = duomoe::choice_index(op.attributes[i], name);
-        if (attributes[i].integer < 0) bad_choice = op.attributes[i].name + " has no choice '" + name + "'";
+        if (attributes[i].integer < 0)
+          bad_choice = op.attributes[i].name + " has no choice '" + name + "'";
         break;
       }
     }
@@ -175,13 +181,14 @@ void call_op(int index, StableIValue* stack) {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &position));
     if (type != device_type || position != device_index) {
-      fail(op.name + ": all arguments must be on one device, but " + *name + " is not where " + *held[0].first +
-           " is");
+      fail(op.name + ": all arguments must be on one device, but " + *name + " is not where " +
+           *held[0].first + " is");
     }
     if (!tensor.is_contiguous()) tensor = torch::stable::contiguous(tensor);
   }
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (held_of_input[i] >= 0) inputs[i] = view_of(op, op.inputs[i].name, held[held_of_input[i]].second);
+    if (held_of_input[i] >= 0)
+      inputs[i] = view_of(op, op.inputs[i].name, held[held_of_input[i]].second);
   }
 
   const bool cuda = device_type == static_cast<int32_t>(DeviceType::CUDA);
@@ -190,18 +197,20 @@ void call_op(int index, StableIValue* stack) {
   if (cuda) {
     guard.emplace(device_index);
     if (!aoti_torch_get_current_cuda_stream) fail(op.name + ": this torch was built without CUDA");
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &executor.stream));
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_get_current_cuda_stream(device_index, &executor.stream));
   }
 
   std::vector<TensorView> outputs(op.outputs.size());
-  if (Status s = duomoe::infer_outputs(index, inputs, attributes, outputs); !s.ok()) fail(s.message);
+  if (Status s = duomoe::infer_outputs(index, inputs, attributes, outputs); !s.ok())
+    fail(s.message);
   std::vector<Tensor> results;
   for (TensorView& view : outputs) {
     results.push_back(empty(view, device_type, device_index));
     view.data = results.back().data_ptr();
   }
-  const Status status = duomoe::run(index, cuda ? duomoe::Backend::kCuda : duomoe::Backend::kCpu, inputs, outputs,
-                                    attributes, executor);
+  const Status status = duomoe::run(index, cuda ? duomoe::Backend::kCuda : duomoe::Backend::kCpu,
+                                    inputs, outputs, attributes, executor);
   if (!status.ok()) fail(status.message);
   for (size_t i = 0; i < results.size(); ++i) stack[i] = torch::stable::detail::from(results[i]);
 }
@@ -225,7 +234,8 @@ constexpr auto kBoxed = boxed_functions(std::make_index_sequence<kMaxOps>());
 template <typename F>
 void for_each_op(F f) {
   const auto& table = duomoe::op_table();
-  if (table.size() > kMaxOps) throw std::logic_error("duomoe: raise kMaxOps in torch_frontend/csrc/binding.cc");
+  if (table.size() > kMaxOps)
+    throw std::logic_error("duomoe: raise kMaxOps in torch_frontend/csrc/binding.cc");
   for (size_t i = 0; i < table.size(); ++i) f(table[i], kBoxed[i]);
 }
 

@@ -34,7 +34,8 @@ DUOMOE_KERNEL(kCpu, swiglu_bwd) {
 
 DUOMOE_KERNEL(kCpu, add) {
   for_elements(call, [&](DType dtype, int64_t at, int64_t n) {
-    simd().add(dtype, call.in("a").as<char>() + at, call.in("b").as<char>() + at, n, call.out("out").as<char>() + at);
+    simd().add(dtype, call.in("a").as<char>() + at, call.in("b").as<char>() + at, n,
+               call.out("out").as<char>() + at);
   });
   return {};
 }

@@ -10,7 +10,8 @@
 namespace duomoe::cpu {
 namespace {
 
-// The rows of each expert, clipped to the rows that exist: offsets may come from a caller's own plan.
+// The rows of each expert, clipped to the rows that exist: offsets may come from a caller's own
+// plan.
 struct Group {
   int64_t begin, rows;
 };
@@ -28,7 +29,8 @@ std::vector<Group> groups_of(const Call& call) {
   return groups;
 }
 
-void zero_other_rows(const Call& call, const std::vector<Group>& groups, const TensorView& view, int64_t width) {
+void zero_other_rows(const Call& call, const std::vector<Group>& groups, const TensorView& view,
+                     int64_t width) {
   const Rows rows(view, width);
   int64_t end = 0;
   auto clear = [&](int64_t begin, int64_t until) {

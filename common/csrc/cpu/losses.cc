@@ -11,8 +11,8 @@ DUOMOE_KERNEL(kCpu, load_balancing_loss) {
   const ScopedFpMode mode;
   *call.out("loss").as<float>() = math::load_balancing_loss(
       call.in("sequence_counts").as<const int32_t>(), call.in("score_sums").as<const float>(),
-      call.in("num_tokens").as<const int32_t>(), call.axis('S'), call.axis('E'), call.integer("top_k"),
-      call.real("coeff"));
+      call.in("num_tokens").as<const int32_t>(), call.axis('S'), call.axis('E'),
+      call.integer("top_k"), call.real("coeff"));
   return {};
 }
 
@@ -25,8 +25,8 @@ DUOMOE_KERNEL(kCpu, load_balancing_loss_bwd) {
   const double upstream = *call.in("grad_loss").as<const float>() * call.real("coeff");
   const int64_t occupied = math::occupied_sequences(num_tokens, sequences);
   for (int64_t s = 0; s < sequences; ++s) {
-    const double factor =
-        upstream * math::load_balancing_factor(num_tokens[s], occupied, experts, call.integer("top_k"));
+    const double factor = upstream * math::load_balancing_factor(num_tokens[s], occupied, experts,
+                                                                 call.integer("top_k"));
     for (int64_t e = 0; e < experts; ++e) {
       grad[s * experts + e] = static_cast<float>(factor * counts[s * experts + e]);
     }
@@ -37,8 +37,8 @@ DUOMOE_KERNEL(kCpu, load_balancing_loss_bwd) {
 DUOMOE_KERNEL(kCpu, z_loss) {
   const ScopedFpMode mode;
   *call.out("loss").as<float>() =
-      math::z_loss(call.in("logsumexp_sq").as<const float>(), call.in("num_tokens").as<const int32_t>(),
-                   call.axis('S'), call.real("coeff"));
+      math::z_loss(call.in("logsumexp_sq").as<const float>(),
+                   call.in("num_tokens").as<const int32_t>(), call.axis('S'), call.real("coeff"));
   return {};
 }
 
@@ -48,7 +48,8 @@ DUOMOE_KERNEL(kCpu, z_loss_bwd) {
   const int64_t tokens = math::total_tokens(call.in("num_tokens").as<const int32_t>(), sequences);
   const double upstream = *call.in("grad_loss").as<const float>() * call.real("coeff");
   float* grad = call.out("grad_logsumexp_sq").as<float>();
-  for (int64_t s = 0; s < sequences; ++s) grad[s] = tokens > 0 ? static_cast<float>(upstream / tokens) : 0.0f;
+  for (int64_t s = 0; s < sequences; ++s)
+    grad[s] = tokens > 0 ? static_cast<float>(upstream / tokens) : 0.0f;
   return {};
 }
 

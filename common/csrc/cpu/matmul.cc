@@ -18,8 +18,8 @@ int64_t block_rows() {
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// The packed operands and the sums of one block, kept by each thread from one block to the next: allocating
-// them anew costs more than a small product.
+// The packed operands and the sums of one block, kept by each thread from one block to the next:
+// allocating them anew costs more than a small product.
 struct Scratch {
   std::vector<float> a, b, c, line;
 
@@ -33,30 +33,39 @@ struct Scratch {
 void product_block(const Product& p, int64_t i0, int64_t j0, DType operand_dtype) {
   const SimdLoops& loops = simd();
   const int64_t tile_rows = loops.tile_rows;
-  const int64_t rows = std::min(block_rows(), p.rows - i0), columns = std::min(kBlockColumns, p.columns - j0);
-  const int64_t padded_rows = round_up(rows, tile_rows), padded_columns = round_up(columns, kTileColumns);
+  const int64_t rows = std::min(block_rows(), p.rows - i0),
+                columns = std::min(kBlockColumns, p.columns - j0);
+  const int64_t padded_rows = round_up(rows, tile_rows),
+                padded_columns = round_up(columns, kTileColumns);
   thread_local Scratch scratch;
-  float *a = scratch.a.data(), *b = scratch.b.data(), *c = scratch.c.data(), *line = scratch.line.data();
+  float *a = scratch.a.data(), *b = scratch.b.data(), *c = scratch.c.data(),
+        *line = scratch.line.data();
   std::fill(c, c + padded_rows * padded_columns, 0.0f);
   const auto at = [](const Matrix& m, int64_t i, int64_t j) {
     Matrix moved = m;
-    moved.data += (i * m.row_stride + j * m.column_stride) * static_cast<int64_t>(item_size(m.dtype));
+    moved.data +=
+        (i * m.row_stride + j * m.column_stride) * static_cast<int64_t>(item_size(m.dtype));
     return moved;
   };
   for (int64_t k0 = 0; k0 < p.depth; k0 += kTileDepth) {
     const int64_t depth = std::min<int64_t>(kTileDepth, p.depth - k0);
     const Matrix ma = at(p.a, i0, k0), mb = at(p.b, k0, j0);
-    loops.pack_rows(ma.dtype, operand_dtype, ma.data, ma.column_stride, ma.row_stride, depth, rows, line, a);
-    loops.pack_columns(mb.dtype, operand_dtype, mb.data, mb.row_stride, mb.column_stride, depth, columns, line, b);
+    loops.pack_rows(ma.dtype, operand_dtype, ma.data, ma.column_stride, ma.row_stride, depth, rows,
+                    line, a);
+    loops.pack_columns(mb.dtype, operand_dtype, mb.data, mb.row_stride, mb.column_stride, depth,
+                       columns, line, b);
     for (int64_t j = 0; j < padded_columns; j += kTileColumns) {
       for (int64_t i = 0; i < padded_rows; i += tile_rows) {
-        loops.product_tile(depth, a + i * depth, b + j * depth, c + i * padded_columns + j, padded_columns);
+        loops.product_tile(depth, a + i * depth, b + j * depth, c + i * padded_columns + j,
+                           padded_columns);
       }
     }
   }
   if (p.bias) {
-    loops.load(p.bias_dtype, static_cast<const char*>(p.bias) + j0 * static_cast<int64_t>(item_size(p.bias_dtype)),
-               line, columns);
+    loops.load(
+        p.bias_dtype,
+        static_cast<const char*>(p.bias) + j0 * static_cast<int64_t>(item_size(p.bias_dtype)), line,
+        columns);
     for (int64_t i = 0; i < rows; ++i) loops.accumulate(line, columns, c + i * padded_columns);
   }
   for (int64_t i = 0; i < rows; ++i) {

@@ -1,7 +1,8 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// C = A B in float32 for operands of any float type and any strides, in tasks of one block of C each.
+// C = A B in float32 for operands of any float type and any strides, in tasks of one block of C
+// each.
 #pragma once
 
 #include "parallel.h"
@@ -30,8 +31,9 @@ struct Product {
   DType bias_dtype = DType::kFloat32;
 };
 
-// Runs the products. Operands are first rounded to `operand_dtype`. A sum over depth is taken in blocks of
-// kTileDepth, each in order from 0, which are then added in order: the same bits for any number of threads.
+// Runs the products. Operands are first rounded to `operand_dtype`. A sum over depth is taken in
+// blocks of kTileDepth, each in order from 0, which are then added in order: the same bits for any
+// number of threads.
 void run_products(const Call& call, const std::vector<Product>& products, DType operand_dtype);
 
 }  // namespace duomoe::cpu

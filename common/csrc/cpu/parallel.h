@@ -9,7 +9,8 @@
 
 namespace duomoe::cpu {
 
-// f(begin, end) over [0, n) in blocks of `grain`, on the caller's threads and in the core's floating-point mode.
+// f(begin, end) over [0, n) in blocks of `grain`, on the caller's threads and in the core's
+// floating-point mode.
 template <typename F>
 void parallel_blocks(const Call& call, int64_t n, int64_t grain, F f) {
   const int64_t count = (n + grain - 1) / grain;
@@ -34,6 +35,8 @@ struct Rows {
   char* operator[](int64_t row) const { return data + row * bytes; }
 };
 
-inline int64_t rows_per_task(int64_t width) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width)); }
+inline int64_t rows_per_task(int64_t width) {
+  return std::max<int64_t>(1, kGrain / std::max<int64_t>(1, width));
+}
 
 }  // namespace duomoe::cpu

@@ -1,8 +1,8 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stable counting sort of the slots by expert: histograms of fixed blocks of slots, a prefix over experts
-// and blocks, then every block writes its slots in order.
+// A stable counting sort of the slots by expert: histograms of fixed blocks of slots, a prefix over
+// experts and blocks, then every block writes its slots in order.
 #include <algorithm>
 #include <numeric>
 #include <vector>
@@ -21,7 +21,8 @@ DUOMOE_KERNEL(kCpu, plan_dispatch) {
   const int64_t experts = call.axis('E'), num_rows = call.axis('R');
   const int64_t slots = call.axis('T') * call.axis('K');
   const int64_t capacity = call.integer("capacity"), alignment = call.integer("alignment");
-  const bool by_weight = call.choice<DropOrder>("drop_order") == DropOrder::kWeight && capacity >= 0;
+  const bool by_weight =
+      call.choice<DropOrder>("drop_order") == DropOrder::kWeight && capacity >= 0;
   const int32_t* expert_of_slot = call.in("indices").as<const int32_t>();
   const float* weights = call.in("weights").as<const float>();
   if (by_weight && !call.in("weights").present()) return {"drop_order='weight' needs weights"};
@@ -31,9 +32,12 @@ DUOMOE_KERNEL(kCpu, plan_dispatch) {
   int32_t* routed_counts = call.out("routed_counts").as<int32_t>();
   int32_t* expert_offsets = call.out("expert_offsets").as<int32_t>();
 
-  auto used = [&](int64_t slot) { return expert_of_slot[slot] >= 0 && expert_of_slot[slot] < experts; };
+  auto used = [&](int64_t slot) {
+    return expert_of_slot[slot] >= 0 && expert_of_slot[slot] < experts;
+  };
 
-  // histogram[b][e]: slots of expert e in block b; then the place of the block's first one within the expert.
+  // histogram[b][e]: slots of expert e in block b; then the place of the block's first one within
+  // the expert.
   const int64_t blocks = (slots + kSlotsPerBlock - 1) / kSlotsPerBlock;
   std::vector<int32_t> histogram(blocks * experts, 0);
   parallel_blocks(call, slots, kSlotsPerBlock, [&](int64_t begin, int64_t end) {
@@ -58,7 +62,9 @@ DUOMOE_KERNEL(kCpu, plan_dispatch) {
   parallel_blocks(call, slots, kSlotsPerBlock, [&](int64_t begin, int64_t end) {
     int32_t* place = histogram.data() + begin / kSlotsPerBlock * experts;
     for (int64_t slot = begin; slot < end; ++slot) {
-      if (used(slot)) sorted[first[expert_of_slot[slot]] + place[expert_of_slot[slot]]++] = static_cast<int32_t>(slot);
+      if (used(slot))
+        sorted[first[expert_of_slot[slot]] + place[expert_of_slot[slot]]++] =
+            static_cast<int32_t>(slot);
     }
   });
 

@@ -26,7 +26,8 @@ std::vector<Chunk> cut_into_chunks(const TokenRange& range, int64_t tokens) {
   int64_t begin = 0;
   while (begin < last) {
     const int64_t sequence = range.sequence(begin);
-    const int64_t sequence_end = std::min(last, (sequence + 1) * range.sequence_length - range.first);
+    const int64_t sequence_end =
+        std::min(last, (sequence + 1) * range.sequence_length - range.first);
     for (; begin < sequence_end; begin += length) {
       chunks.push_back({sequence, begin, std::min(sequence_end, begin + length)});
     }
@@ -37,9 +38,9 @@ std::vector<Chunk> cut_into_chunks(const TokenRange& range, int64_t tokens) {
 
 // What one chunk adds to its sequence's statistics.
 struct Partial {
-  std::unique_ptr<float[]> score_sums;      // [E]
-  std::unique_ptr<int32_t[]> counts;        // [E] slots used
-  std::unique_ptr<int32_t[]> loss_counts;   // [E] what the loss counts; null where it is `counts`
+  std::unique_ptr<float[]> score_sums;     // [E]
+  std::unique_ptr<int32_t[]> counts;       // [E] slots used
+  std::unique_ptr<int32_t[]> loss_counts;  // [E] what the loss counts; null where it is `counts`
   float logsumexp_sq = 0;
   int32_t tokens = 0;
 };
@@ -64,7 +65,8 @@ class Router {
         indices_(call.out("indices").as<int32_t>()),
         weights_(call.out("weights").as<float>()) {
     const bool plain = !has_given_ && !call.in("bias").present() &&
-                       (call.integer("num_groups") == 1 || call.integer("group_top_k") == call.integer("num_groups"));
+                       (call.integer("num_groups") == 1 ||
+                        call.integer("group_top_k") == call.integer("num_groups"));
     separate_loss_counts_ = call.choice<Counts>("counts") == Counts::kUnbiased && !plain;
   }
 
@@ -221,8 +223,8 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
           grad_logsumexp_sq[s] != 0.0f ? 2.0f * row.row.logsumexp * grad_logsumexp_sq[s] : 0.0f;
       const float rest = options.score == math::Score::kSoftmax ? divisor.rest * common : 0.0f;
       simd().row_gradient(options.score, row.z.data(), row.exponentials.data(), row.scores,
-                          row.probabilities.data(), grad_score_sums + s * experts, row.row.inverse, softmax_factor,
-                          rest, experts, grad.data());
+                          row.probabilities.data(), grad_score_sums + s * experts, row.row.inverse,
+                          softmax_factor, rest, experts, grad.data());
       for (int64_t k = 0; k < top_k; ++k) {
         const int32_t e = ids[k];
         if (e < 0) continue;

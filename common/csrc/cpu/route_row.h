@@ -33,8 +33,9 @@ struct RouterOptions {
   }
 };
 
-// Where the local tokens stand in the whole batch, which is cut into sequences of equal length. Under sharding
-// a call sees a slice that starts at `first`; tokens past `total` are padding of the slice.
+// Where the local tokens stand in the whole batch, which is cut into sequences of equal length.
+// Under sharding a call sees a slice that starts at `first`; tokens past `total` are padding of the
+// slice.
 struct TokenRange {
   int64_t first = 0, total = 0, sequence_length = 0;
 
@@ -56,14 +57,18 @@ struct RouteRow {
   RowScores row;
 
   RouteRow(math::Score score, int64_t num_experts)
-      : experts(num_experts), z(num_experts), exponentials(num_experts), probabilities(num_experts) {
+      : experts(num_experts),
+        z(num_experts),
+        exponentials(num_experts),
+        probabilities(num_experts) {
     if (score != math::Score::kSoftmax) scores_storage.resize(num_experts);
     scores = score == math::Score::kSoftmax ? probabilities.data() : scores_storage.data();
   }
 
   void compute(math::Score score, DType dtype, const void* logits) {
     simd().load(dtype, logits, z.data(), experts);
-    row = simd().row_scores(score, z.data(), experts, exponentials.data(), scores, probabilities.data());
+    row = simd().row_scores(score, z.data(), experts, exponentials.data(), scores,
+                            probabilities.data());
   }
 };
 
@@ -79,8 +84,8 @@ float slot_sum(int64_t top_k, F f) {
 }
 
 // The weights of a token's slots before `scale`; unused slots (-1) get 0.
-inline math::Divisor row_weights(const RouterOptions& options, const RouteRow& r, const int32_t* indices,
-                                 int64_t top_k, float* weights) {
+inline math::Divisor row_weights(const RouterOptions& options, const RouteRow& r,
+                                 const int32_t* indices, int64_t top_k, float* weights) {
   const float top_logit = [&] {
     float top = -math::infinity();
     for (int64_t k = 0; k < top_k; ++k) {
@@ -97,8 +102,9 @@ inline math::Divisor row_weights(const RouterOptions& options, const RouteRow& r
         weights[k] = 0.0f;
         continue;
       }
-      const float factor =
-          options.score == math::Score::kSoftmax ? r.row.inverse : math::score_factor(options.score, r.z[e]);
+      const float factor = options.score == math::Score::kSoftmax
+                               ? r.row.inverse
+                               : math::score_factor(options.score, r.z[e]);
       weights[k] = math::exp(math::log_scale(options.score, r.z[e], r.row.peak) - top) * factor;
     }
     eps = eps > 0.0f ? eps * math::exp(-top) : 0.0f;

@@ -15,7 +15,8 @@ namespace duomoe::cpu {
 
 class Selector {
  public:
-  Selector(int64_t experts, int64_t top_k, int64_t groups, int64_t group_top_k, int64_t group_score_k)
+  Selector(int64_t experts, int64_t top_k, int64_t groups, int64_t group_top_k,
+           int64_t group_score_k)
       : experts_(experts),
         top_k_(top_k),
         groups_(groups),
@@ -35,7 +36,8 @@ class Selector {
       const float value = group_value(values + g * group_size_, keys + g * group_size_);
       group_order_[g] = composite(math::order_key(value), g);
     }
-    std::partial_sort(group_order_.begin(), group_order_.begin() + kept_, group_order_.end(), std::greater<>());
+    std::partial_sort(group_order_.begin(), group_order_.begin() + kept_, group_order_.end(),
+                      std::greater<>());
     ranges_.clear();
     for (int64_t i = 0; i < kept_; ++i) {
       const int64_t g = id_of(group_order_[i]);
@@ -52,7 +54,9 @@ class Selector {
   static uint64_t composite(uint32_t key, int64_t id) {
     return (static_cast<uint64_t>(key) << 32) | (0xffffffffu - static_cast<uint32_t>(id));
   }
-  static int64_t id_of(uint64_t composite) { return 0xffffffffu - static_cast<uint32_t>(composite); }
+  static int64_t id_of(uint64_t composite) {
+    return 0xffffffffu - static_cast<uint32_t>(composite);
+  }
 
   // Sum of the group's best `group_score_k` values, largest first.
   float group_value(const float* values, const uint32_t* keys) {
@@ -66,7 +70,8 @@ class Selector {
 
   void take(const uint32_t* keys, const std::vector<Range>& ranges, int32_t* indices) {
     if (top_k_ <= kInsertionLimit) {
-      // The K best so far, sorted; a later expert with an equal key loses, so ids ascend among equals.
+      // The K best so far, sorted; a later expert with an equal key loses, so ids ascend among
+      // equals.
       uint64_t best[kInsertionLimit];
       int64_t count = 0;
       for (const auto& [begin, end] : ranges) {
@@ -86,7 +91,8 @@ class Selector {
       for (int64_t e = begin; e < end; ++e) order_[count++] = composite(keys[e], e);
     }
     if (top_k_ < count) {
-      std::nth_element(order_.begin(), order_.begin() + top_k_, order_.begin() + count, std::greater<>());
+      std::nth_element(order_.begin(), order_.begin() + top_k_, order_.begin() + count,
+                       std::greater<>());
     }
     std::sort(order_.begin(), order_.begin() + top_k_, std::greater<>());
     for (int64_t k = 0; k < top_k_; ++k) indices[k] = static_cast<int32_t>(id_of(order_[k]));

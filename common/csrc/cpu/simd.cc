@@ -6,7 +6,7 @@ namespace duomoe::cpu {
 
 const SimdLoops& simd() {
 #if defined(__x86_64__)
-  static const SimdLoops& chosen = [] () -> const SimdLoops& {
+  static const SimdLoops& chosen = []() -> const SimdLoops& {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
       return simd_avx512();

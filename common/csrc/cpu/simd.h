@@ -1,8 +1,9 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The inner loops of the CPU kernels, compiled once per instruction set from simd_loops.h and chosen when the
-// library is loaded. Every version gives the same bits: sums have a fixed order and `fma` is explicit.
+// The inner loops of the CPU kernels, compiled once per instruction set from simd_loops.h and
+// chosen when the library is loaded. Every version gives the same bits: sums have a fixed order and
+// `fma` is explicit.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,8 @@ struct RowScores {
   float logsumexp;  // peak + log(sum of exp(z - peak))
 };
 
-// Columns of a product that one call of `product_tile` makes, and the depth that it sums before it adds to C.
+// Columns of a product that one call of `product_tile` makes, and the depth that it sums before it
+// adds to C.
 constexpr int kTileColumns = 32;
 constexpr int kTileDepth = 256;
 
@@ -32,37 +34,42 @@ struct SimdLoops {
   // Rounds to a 16-bit type and back; leaves float32 alone.
   void (*round_to)(DType dtype, float* values, int64_t n);
 
-  // From logits z[E]: exponentials[E] = exp(z - peak), scores[E] = s, probabilities[E] = P (softmax of z, or
-  // s / sum of s). For softmax scores and probabilities are the same array.
-  RowScores (*row_scores)(math::Score score, const float* z, int64_t n, float* exponentials, float* scores,
-                          float* probabilities);
+  // From logits z[E]: exponentials[E] = exp(z - peak), scores[E] = s, probabilities[E] = P (softmax
+  // of z, or s / sum of s). For softmax scores and probabilities are the same array.
+  RowScores (*row_scores)(math::Score score, const float* z, int64_t n, float* exponentials,
+                          float* scores, float* probabilities);
   // keys[e] = order_key(selection value); values[e] = selection value. bias may be null.
-  void (*selection)(const float* z, const float* chosen_on, const float* bias, int64_t n, float* values,
-                    uint32_t* keys);
+  void (*selection)(const float* z, const float* chosen_on, const float* bias, int64_t n,
+                    float* values, uint32_t* keys);
   // The part of a row's gradient that every expert gets:
   // grad[e] = P_e (gP_e - sum P gP) slope_e + softmax_e * softmax_factor - s_e * rest.
-  void (*row_gradient)(math::Score score, const float* z, const float* exponentials, const float* scores,
-                       const float* probabilities, const float* grad_probabilities, float inverse,
-                       float softmax_factor, float rest, int64_t n, float* grad);
+  void (*row_gradient)(math::Score score, const float* z, const float* exponentials,
+                       const float* scores, const float* probabilities,
+                       const float* grad_probabilities, float inverse, float softmax_factor,
+                       float rest, int64_t n, float* grad);
 
-  void (*accumulate)(const float* x, int64_t n, float* sum);                         // sum += x
-  void (*accumulate_scaled)(DType dtype, float factor, const void* x, int64_t n, float* sum);  // sum += factor x
-  void (*scale)(DType dtype, float factor, const void* x, int64_t n, void* y);        // y = factor x
-  float (*dot)(DType dtype, const void* x, const void* y, int64_t n);                 // in 32 lanes
+  void (*accumulate)(const float* x, int64_t n, float* sum);  // sum += x
+  void (*accumulate_scaled)(DType dtype, float factor, const void* x, int64_t n,
+                            float* sum);                                        // sum += factor x
+  void (*scale)(DType dtype, float factor, const void* x, int64_t n, void* y);  // y = factor x
+  float (*dot)(DType dtype, const void* x, const void* y, int64_t n);           // in 32 lanes
   void (*add)(DType dtype, const void* a, const void* b, int64_t n, void* out);
   void (*swiglu)(DType dtype, const void* gate, const void* up, int64_t n, void* out);
-  void (*swiglu_bwd)(DType dtype, const void* grad, const void* gate, const void* up, int64_t n, void* grad_gate,
-                     void* grad_up);
+  void (*swiglu_bwd)(DType dtype, const void* grad, const void* gate, const void* up, int64_t n,
+                     void* grad_gate, void* grad_up);
 
-  // Packs a matrix for product_tile: packed[tile][k][i in tile] from element (k, i) at from[k * depth_stride +
-  // i * tile_stride], one of the strides being 1; past `extent` it is 0. Values are rounded to `operand_dtype`.
-  // `line` is scratch for max(depth, extent) floats.
-  void (*pack_rows)(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride, int64_t tile_stride,
-                    int64_t depth, int64_t extent, float* line, float* packed);  // in tiles of tile_rows
-  void (*pack_columns)(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride, int64_t tile_stride,
-                       int64_t depth, int64_t extent, float* line, float* packed);  // in tiles of kTileColumns
-  // c[i][j] += sum over k, in order and with fma from 0, of a[k][i] * b[k][j] for i < tile_rows, j < kTileColumns.
-  // a and b are packed, depth by tile_rows and depth by kTileColumns; c has row stride `stride`.
+  // Packs a matrix for product_tile: packed[tile][k][i in tile] from element (k, i) at from[k *
+  // depth_stride + i * tile_stride], one of the strides being 1; past `extent` it is 0. Values are
+  // rounded to `operand_dtype`. `line` is scratch for max(depth, extent) floats.
+  void (*pack_rows)(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride,
+                    int64_t tile_stride, int64_t depth, int64_t extent, float* line,
+                    float* packed);  // in tiles of tile_rows
+  void (*pack_columns)(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride,
+                       int64_t tile_stride, int64_t depth, int64_t extent, float* line,
+                       float* packed);  // in tiles of kTileColumns
+  // c[i][j] += sum over k, in order and with fma from 0, of a[k][i] * b[k][j] for i < tile_rows, j
+  // < kTileColumns. a and b are packed, depth by tile_rows and depth by kTileColumns; c has row
+  // stride `stride`.
   void (*product_tile)(int64_t depth, const float* a, const float* b, float* c, int64_t stride);
 };
 

@@ -1,9 +1,10 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The body of simd_base.cc, simd_avx2.cc and simd_avx512.cc. Everything is in an unnamed namespace and no
-// header of the standard library with inline functions comes in, so that no code for a wide instruction set
-// can be picked by the linker for the whole library. Plain loops: the compiler vectorises them.
+// The body of simd_base.cc, simd_avx2.cc and simd_avx512.cc. Everything is in an unnamed namespace
+// and no header of the standard library with inline functions comes in, so that no code for a wide
+// instruction set can be picked by the linker for the whole library. Plain loops: the compiler
+// vectorises them.
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -115,7 +116,8 @@ RowScores row_scores(Score score, const float* z, int64_t n, float* exponentials
   return row;
 }
 
-void selection(const float* z, const float* chosen_on, const float* bias, int64_t n, float* values, uint32_t* keys) {
+void selection(const float* z, const float* chosen_on, const float* bias, int64_t n, float* values,
+               uint32_t* keys) {
   if (bias) {
     for (int64_t i = 0; i < n; ++i) values[i] = selection_value(z[i], chosen_on[i], bias[i]);
   } else {
@@ -125,15 +127,17 @@ void selection(const float* z, const float* chosen_on, const float* bias, int64_
 }
 
 template <Score kScore>
-void row_gradient_of(const float* z, const float* exponentials, const float* scores, const float* probabilities,
-                     const float* grad_probabilities, float inverse, float softmax_factor, float rest, int64_t n,
-                     float* grad) {
-  const float mean = lane_sum(n, [=](int64_t i) { return probabilities[i] * grad_probabilities[i]; });
+void row_gradient_of(const float* z, const float* exponentials, const float* scores,
+                     const float* probabilities, const float* grad_probabilities, float inverse,
+                     float softmax_factor, float rest, int64_t n, float* grad) {
+  const float mean =
+      lane_sum(n, [=](int64_t i) { return probabilities[i] * grad_probabilities[i]; });
   for (int64_t i = 0; i < n; ++i) {
     grad[i] = probabilities[i] * (grad_probabilities[i] - mean) * log_score_slope(kScore, z[i]);
   }
   if (softmax_factor != 0.0f) {
-    for (int64_t i = 0; i < n; ++i) grad[i] = fma(exponentials[i] * inverse, softmax_factor, grad[i]);
+    for (int64_t i = 0; i < n; ++i)
+      grad[i] = fma(exponentials[i] * inverse, softmax_factor, grad[i]);
   }
   if (rest != 0.0f) {
     for (int64_t i = 0; i < n; ++i) grad[i] = fma(-scores[i], rest, grad[i]);
@@ -141,12 +145,13 @@ void row_gradient_of(const float* z, const float* exponentials, const float* sco
 }
 
 void row_gradient(Score score, const float* z, const float* exponentials, const float* scores,
-                  const float* probabilities, const float* grad_probabilities, float inverse, float softmax_factor,
-                  float rest, int64_t n, float* grad) {
+                  const float* probabilities, const float* grad_probabilities, float inverse,
+                  float softmax_factor, float rest, int64_t n, float* grad) {
   const auto f = score == Score::kSoftmax   ? row_gradient_of<Score::kSoftmax>
                  : score == Score::kSigmoid ? row_gradient_of<Score::kSigmoid>
                                             : row_gradient_of<Score::kSqrtSoftplus>;
-  f(z, exponentials, scores, probabilities, grad_probabilities, inverse, softmax_factor, rest, n, grad);
+  f(z, exponentials, scores, probabilities, grad_probabilities, inverse, softmax_factor, rest, n,
+    grad);
 }
 
 void accumulate(const float* x, int64_t n, float* sum) {
@@ -200,8 +205,8 @@ void swiglu(DType dtype, const void* gate, const void* up, int64_t n, void* out)
 }
 
 // silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x)))
-void swiglu_bwd(DType dtype, const void* grad, const void* gate, const void* up, int64_t n, void* grad_gate,
-                void* grad_up) {
+void swiglu_bwd(DType dtype, const void* grad, const void* gate, const void* up, int64_t n,
+                void* grad_gate, void* grad_up) {
   with_type(dtype, [=]<typename T>(T) {
     const T* d = static_cast<const T*>(grad);
     const T* g = static_cast<const T*>(gate);
@@ -211,7 +216,8 @@ void swiglu_bwd(DType dtype, const void* grad, const void* gate, const void* up,
     for (int64_t i = 0; i < n; ++i) {
       const float x = to_float(g[i]), y = to_float(d[i]);
       const float t = exp(-absolute(x)), divisor = 1.0f + t;
-      const float s = (x >= 0.0f ? 1.0f : t) / divisor, complement = (x >= 0.0f ? t : 1.0f) / divisor;
+      const float s = (x >= 0.0f ? 1.0f : t) / divisor,
+                  complement = (x >= 0.0f ? t : 1.0f) / divisor;
       du[i] = from_float<T>(y * (x * s));
       dg[i] = from_float<T>(y * to_float(u[i]) * (s * fma(x, complement, 1.0f)));
     }
@@ -223,18 +229,26 @@ void swiglu_bwd(DType dtype, const void* grad, const void* gate, const void* up,
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12, kWidth = 16;
 using Vector = __m512;
-inline __attribute__((always_inline)) Vector load_vector(const float* p) { return _mm512_loadu_ps(p); }
+inline __attribute__((always_inline)) Vector load_vector(const float* p) {
+  return _mm512_loadu_ps(p);
+}
 inline __attribute__((always_inline)) Vector broadcast(float x) { return _mm512_set1_ps(x); }
-inline __attribute__((always_inline)) Vector fma_vector(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+inline __attribute__((always_inline)) Vector fma_vector(Vector a, Vector b, Vector c) {
+  return _mm512_fmadd_ps(a, b, c);
+}
 inline __attribute__((always_inline)) void add_to(float* p, Vector x) {
   _mm512_storeu_ps(p, _mm512_add_ps(_mm512_loadu_ps(p), x));
 }
 #else
 constexpr int kTileRows = 3, kWidth = 8;
 using Vector = __m256;
-inline __attribute__((always_inline)) Vector load_vector(const float* p) { return _mm256_loadu_ps(p); }
+inline __attribute__((always_inline)) Vector load_vector(const float* p) {
+  return _mm256_loadu_ps(p);
+}
 inline __attribute__((always_inline)) Vector broadcast(float x) { return _mm256_set1_ps(x); }
-inline __attribute__((always_inline)) Vector fma_vector(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+inline __attribute__((always_inline)) Vector fma_vector(Vector a, Vector b, Vector c) {
+  return _mm256_fmadd_ps(a, b, c);
+}
 inline __attribute__((always_inline)) void add_to(float* p, Vector x) {
   _mm256_storeu_ps(p, _mm256_add_ps(_mm256_loadu_ps(p), x));
 }
@@ -284,8 +298,8 @@ void product_tile(int64_t depth, const float* a, const float* b, float* c, int64
 #endif
 
 template <int kTile>
-void pack(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride, int64_t tile_stride,
-          int64_t depth, int64_t extent, float* line, float* packed) {
+void pack(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride,
+          int64_t tile_stride, int64_t depth, int64_t extent, float* line, float* packed) {
   const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
   const bool plain = dtype == DType::kFloat32 && operand_dtype == DType::kFloat32;
   // A contiguous run as float32: the source itself, or a converted copy.
@@ -321,8 +335,24 @@ void pack(DType dtype, DType operand_dtype, const void* from, int64_t depth_stri
 }
 
 constexpr SimdLoops loops(const char* name) {
-  return {name,       kTileRows,         load,  store, round_to, row_scores, selection,  row_gradient,
-          accumulate, accumulate_scaled, scale, dot,   add,      swiglu,     swiglu_bwd, pack<kTileRows>, pack<kTileColumns>, product_tile};
+  return {name,
+          kTileRows,
+          load,
+          store,
+          round_to,
+          row_scores,
+          selection,
+          row_gradient,
+          accumulate,
+          accumulate_scaled,
+          scale,
+          dot,
+          add,
+          swiglu,
+          swiglu_bwd,
+          pack<kTileRows>,
+          pack<kTileColumns>,
+          product_tile};
 }
 
 }  // namespace

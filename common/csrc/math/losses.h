@@ -21,20 +21,24 @@ DUOMOE_FN int64_t total_tokens(const int32_t* num_tokens, int64_t sequences) {
 }
 
 // E / (K n^2) / (number of sequences with n > 0); 0 for an empty sequence.
-DUOMOE_FN double load_balancing_factor(int64_t tokens, int64_t occupied, int64_t experts, int64_t top_k) {
+DUOMOE_FN double load_balancing_factor(int64_t tokens, int64_t occupied, int64_t experts,
+                                       int64_t top_k) {
   if (tokens <= 0) return 0.0;
   const double n = static_cast<double>(tokens);
-  return static_cast<double>(experts) / (static_cast<double>(top_k) * n * n * static_cast<double>(occupied));
+  return static_cast<double>(experts) /
+         (static_cast<double>(top_k) * n * n * static_cast<double>(occupied));
 }
 
-DUOMOE_FN float load_balancing_loss(const int32_t* counts, const float* score_sums, const int32_t* num_tokens,
-                                    int64_t sequences, int64_t experts, int64_t top_k, double coeff) {
+DUOMOE_FN float load_balancing_loss(const int32_t* counts, const float* score_sums,
+                                    const int32_t* num_tokens, int64_t sequences, int64_t experts,
+                                    int64_t top_k, double coeff) {
   const int64_t occupied = occupied_sequences(num_tokens, sequences);
   double loss = 0.0;
   for (int64_t s = 0; s < sequences; ++s) {
     double sum = 0.0;
     for (int64_t e = 0; e < experts; ++e) {
-      sum += static_cast<double>(counts[s * experts + e]) * static_cast<double>(score_sums[s * experts + e]);
+      sum += static_cast<double>(counts[s * experts + e]) *
+             static_cast<double>(score_sums[s * experts + e]);
     }
     const double factor = load_balancing_factor(num_tokens[s], occupied, experts, top_k);
     if (factor > 0.0) loss += factor * sum;
@@ -42,7 +46,8 @@ DUOMOE_FN float load_balancing_loss(const int32_t* counts, const float* score_su
   return static_cast<float>(coeff * loss);
 }
 
-DUOMOE_FN float z_loss(const float* logsumexp_sq, const int32_t* num_tokens, int64_t sequences, double coeff) {
+DUOMOE_FN float z_loss(const float* logsumexp_sq, const int32_t* num_tokens, int64_t sequences,
+                       double coeff) {
   const int64_t tokens = total_tokens(num_tokens, sequences);
   double sum = 0.0;
   for (int64_t s = 0; s < sequences; ++s) sum += static_cast<double>(logsumexp_sq[s]);

@@ -1,14 +1,14 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The router's formulas for one expert of one token, and the orders in which sums are taken. Both backends
-// call these and nothing else, so that a CPU run proves a GPU run.
+// The router's formulas for one expert of one token, and the orders in which sums are taken. Both
+// backends call these and nothing else, so that a CPU run proves a GPU run.
 //
-// A score is kept as s = exp(a) * q with a <= 0 and q in (0, inf), so that ratios of scores exist even where
-// the scores themselves underflow:
-//   softmax       a = z - max z       q = 1            s = exp(a) / D,  D = sum over all experts of exp(a)
-//   sigmoid       a = min(z, 0)       q = 1 / (1 + exp(-|z|))
-//   sqrtsoftplus  a = min(z, 0) / 2   q = sqrt(softplus(z)) for z >= 0, sqrt(log1p(exp(z)) / exp(z)) below
+// A score is kept as s = exp(a) * q with a <= 0 and q in (0, inf), so that ratios of scores exist
+// even where the scores themselves underflow:
+//   softmax       a = z - max z       q = 1            s = exp(a) / D,  D = sum over all experts of
+//   exp(a) sigmoid       a = min(z, 0)       q = 1 / (1 + exp(-|z|)) sqrtsoftplus  a = min(z, 0) /
+//   2   q = sqrt(softplus(z)) for z >= 0, sqrt(log1p(exp(z)) / exp(z)) below
 #pragma once
 
 #include "scalar.h"
@@ -22,21 +22,24 @@ enum class Normalize { kNever, kAlways, kIfKGreater1 };
 enum class EpsMode { kAdd, kClamp };
 enum class Counts { kActual, kUnbiased };
 
-// Sums over the experts of a row: lane l adds experts l, l + 32, l + 64, ... in order, then lanes are joined
-// in a butterfly (l with l ^ 16, 8, 4, 2, 1).
+// Sums over the experts of a row: lane l adds experts l, l + 32, l + 64, ... in order, then lanes
+// are joined in a butterfly (l with l ^ 16, 8, 4, 2, 1).
 constexpr int kLanes = 32;
 
-// Sums over the tokens of a sequence: it is cut into at most kMaxChunks chunks; within a chunk, stream j adds
-// tokens j, j + kStreams, ... in order; the streams are joined in order, then the chunks in order.
+// Sums over the tokens of a sequence: it is cut into at most kMaxChunks chunks; within a chunk,
+// stream j adds tokens j, j + kStreams, ... in order; the streams are joined in order, then the
+// chunks in order.
 constexpr int kStreams = 8;
 constexpr int kChunkTokens = 64;
 constexpr int kMaxChunks = 256;
 DUOMOE_FN int64_t chunk_length(int64_t sequence_tokens) {
   const int64_t span = static_cast<int64_t>(kChunkTokens) * kMaxChunks;
-  return kChunkTokens * ((sequence_tokens + span - 1) / span > 0 ? (sequence_tokens + span - 1) / span : 1);
+  return kChunkTokens *
+         ((sequence_tokens + span - 1) / span > 0 ? (sequence_tokens + span - 1) / span : 1);
 }
 
-// Below this log scale a row's scores may underflow, and ratios are taken relative to the row's largest one.
+// Below this log scale a row's scores may underflow, and ratios are taken relative to the row's
+// largest one.
 constexpr float kRescueBelow = -60.0f;
 
 // The log scale a; for softmax, `peak` is the row's largest logit.
@@ -72,21 +75,23 @@ DUOMOE_FN float log_score_slope(Score score, float z) {
   if (score == Score::kSoftmax) return 1.0f;
   const float t = exp(-absolute(z));
   if (score == Score::kSigmoid) return (z >= 0.0f ? t : 1.0f) / (1.0f + t);
-  const float ratio = z >= 0.0f ? 1.0f / ((1.0f + t) * (z + log1p_unit(t))) : 1.0f / ((1.0f + t) * log1p_ratio(t));
+  const float ratio =
+      z >= 0.0f ? 1.0f / ((1.0f + t) * (z + log1p_unit(t))) : 1.0f / ((1.0f + t) * log1p_ratio(t));
   return 0.5f * ratio;
 }
 
-// The selection value: a logit of -inf marks an expert that ranks below every finite one, whatever its bias.
+// The selection value: a logit of -inf marks an expert that ranks below every finite one, whatever
+// its bias.
 DUOMOE_FN float selection_value(float z, float chosen_on, float bias) {
   return z == -infinity() ? z : chosen_on + bias;
 }
 
-// The divisor of normalised weights, and how it acts on the gradient. With w the weights before `scale`, g
-// their cotangents times `scale` and G = sum g w:
+// The divisor of normalised weights, and how it acts on the gradient. With w the weights before
+// `scale`, g their cotangents times `scale` and G = sum g w:
 //   dL/dz_e = w_e (g_e - own * G) * slope(z_e)   for selected e,
 //             and for softmax besides, for every e, -p_e * rest * G.
-// add: own = 1, rest = eps / (sum + eps).  clamp: own = 1, rest = 0 above eps; own = 0, rest = 1 at the clamp.
-// not normalised: own = 0, rest = 1.
+// add: own = 1, rest = eps / (sum + eps).  clamp: own = 1, rest = 0 above eps; own = 0, rest = 1 at
+// the clamp. not normalised: own = 0, rest = 1.
 struct Divisor {
   float value;
   float own;

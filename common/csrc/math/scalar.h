@@ -2,8 +2,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Scalar functions that give the same bits on the CPU and on a GPU: every operation is IEEE float32
-// (correctly rounded division and square root), and a fused multiply-add stands only where `fma` does
-// (the build turns contraction off). All are free of branches on data, so that a compiler may vectorise.
+// (correctly rounded division and square root), and a fused multiply-add stands only where `fma`
+// does (the build turns contraction off). All are free of branches on data, so that a compiler may
+// vectorise.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +12,8 @@
 #if defined(__CUDACC__)
 #define DUOMOE_FN static __host__ __device__ __forceinline__
 #else
-// `static` and inlined by force: these headers are compiled for several instruction sets, and an out-of-line
-// copy of the widest one must never serve the others.
+// `static` and inlined by force: these headers are compiled for several instruction sets, and an
+// out-of-line copy of the widest one must never serve the others.
 #define DUOMOE_FN static inline __attribute__((always_inline))
 #endif
 
@@ -39,14 +40,15 @@ DUOMOE_FN float square_root(float x) {
 
 DUOMOE_FN float infinity() { return float_of(0x7f800000u); }
 
-// e^x, 1 ulp: x = n ln2 + r, a polynomial of degree 7 in r (coefficients: SLEEF's expf, u10), and 2^n applied
-// in two steps so that results down to the smallest denormal are rounded once.
+// e^x, 1 ulp: x = n ln2 + r, a polynomial of degree 7 in r (coefficients: SLEEF's expf, u10), and
+// 2^n applied in two steps so that results down to the smallest denormal are rounded once.
 DUOMOE_FN float exp(float x) {
   const bool nan = x != x;
   float c = nan ? 0.0f : x;
   c = c > 89.0f ? 89.0f : c;      // e^89 overflows
   c = c < -105.0f ? -105.0f : c;  // e^-105 rounds to 0
-  const float shifted = fma(c, 1.44269504088896341f, 12582912.0f);  // 1.5 * 2^23: rounds to an integer
+  const float shifted =
+      fma(c, 1.44269504088896341f, 12582912.0f);  // 1.5 * 2^23: rounds to an integer
   const float n = shifted - 12582912.0f;
   float r = fma(n, -0.693145751953125f, c);
   r = fma(n, -1.42860682030941723212e-6f, r);
@@ -59,11 +61,13 @@ DUOMOE_FN float exp(float x) {
   const float p = fma(r * r, q, r) + 1.0f;
   const int32_t i = static_cast<int32_t>(bits_of(shifted)) - 0x4b400000;
   const int32_t half = i >> 1, rest = i - half;
-  const float y = p * float_of(static_cast<uint32_t>(half + 127) << 23) * float_of(static_cast<uint32_t>(rest + 127) << 23);
+  const float y = p * float_of(static_cast<uint32_t>(half + 127) << 23) *
+                  float_of(static_cast<uint32_t>(rest + 127) << 23);
   return nan ? x : y;
 }
 
-// 2 atanh(t) + e ln2 = log((1 + t) / (1 - t) * 2^e) for |t| <= 1/5, about 1 ulp (coefficients: SLEEF's logf).
+// 2 atanh(t) + e ln2 = log((1 + t) / (1 - t) * 2^e) for |t| <= 1/5, about 1 ulp (coefficients:
+// SLEEF's logf).
 DUOMOE_FN float log_from_ratio(float t, float e) {
   const float s = t * t;
   float q = 0.2392828464508056640625f;
@@ -75,7 +79,8 @@ DUOMOE_FN float log_from_ratio(float t, float e) {
 
 // log(x) for x > 0 or NaN; +inf for +inf. Arguments here are sums of exponentials, never denormal.
 DUOMOE_FN float log(float x) {
-  const int32_t shifted = static_cast<int32_t>(bits_of(x)) - 0x3f400000;  // so that m is in [0.75, 1.5)
+  const int32_t shifted =
+      static_cast<int32_t>(bits_of(x)) - 0x3f400000;  // so that m is in [0.75, 1.5)
   const int32_t e = shifted >> 23;
   const float m = float_of(static_cast<uint32_t>(static_cast<int32_t>(bits_of(x)) - e * (1 << 23)));
   const float y = log_from_ratio((m - 1.0f) / (m + 1.0f), static_cast<float>(e));
@@ -97,15 +102,16 @@ DUOMOE_FN float sigmoid(float x) {
   return (x >= 0.0f ? 1.0f : t) / (1.0f + t);
 }
 
-// An order-preserving integer: a > b as floats iff key(a) > key(b). -0 equals +0, -inf lies below every
-// finite value and every NaN below -inf (at 0).
+// An order-preserving integer: a > b as floats iff key(a) > key(b). -0 equals +0, -inf lies below
+// every finite value and every NaN below -inf (at 0).
 DUOMOE_FN uint32_t order_key(float x) {
   const uint32_t u = bits_of(x + 0.0f);  // -0 + 0 = +0
   const uint32_t key = u ^ (static_cast<uint32_t>(static_cast<int32_t>(u) >> 31) | 0x80000000u);
   return x != x ? 0u : key;
 }
 
-// --- 16-bit floats ----------------------------------------------------------------------------------
+// --- 16-bit floats
+// ----------------------------------------------------------------------------------
 
 struct BFloat16 {
   uint16_t bits;
@@ -119,9 +125,10 @@ DUOMOE_FN float to_float(BFloat16 x) { return float_of(static_cast<uint32_t>(x.b
 DUOMOE_FN float to_float(Float16 h) {
   const uint32_t sign = static_cast<uint32_t>(h.bits & 0x8000u) << 16;
   const uint32_t magnitude = h.bits & 0x7fffu;
-  // Exponent and mantissa moved in place, then rebiased by an exact multiplication that also normalises denormals.
+  // Exponent and mantissa moved in place, then rebiased by an exact multiplication that also
+  // normalises denormals.
   const float finite = float_of(magnitude << 13) * float_of(0x77800000u);  // 2^112
-  const uint32_t special = 0x7f800000u | (magnitude << 13);                // inf and NaN keep their payload
+  const uint32_t special = 0x7f800000u | (magnitude << 13);  // inf and NaN keep their payload
   return float_of(sign | (magnitude >= 0x7c00u ? special : bits_of(finite)));
 }
 
@@ -134,9 +141,11 @@ DUOMOE_FN void convert(float x, BFloat16& y) {
 }
 DUOMOE_FN void convert(float x, Float16& y) {
   const uint32_t u = bits_of(x), sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
-  // Below 2^-14 the addition of 0.5 rounds at the right place; above, the mantissa is rounded in the integer.
+  // Below 2^-14 the addition of 0.5 rounds at the right place; above, the mantissa is rounded in
+  // the integer.
   const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
-  const uint32_t normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;  // 0xc8000000 = -112 << 23
+  const uint32_t normal =
+      (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;  // 0xc8000000 = -112 << 23
   uint32_t result = magnitude < 0x38800000u ? denormal : normal;
   result = magnitude >= 0x477ff000u ? 0x7c00u : result;  // rounds to 65536 or more
   result = magnitude > 0x7f800000u ? 0x7e00u : result;
