@@ -78,8 +78,8 @@ class Row:
         self.weight_count = 18 + top_k / 32 + (divide + 1) * spread
         if softmax and not divide:
             self.weight_count += experts / 32
-        divisor, through = oracle.log_divisor(log_s[self.ids], divide, a["eps"], a["eps_mode"])
-        self.weights = np.exp(log_s[self.ids] - divisor) * a["scale"]
+        weights, through = oracle.selected_weights(log_s[self.ids], divide, a["eps"], a["eps_mode"])
+        self.weights = weights * a["scale"]
         self.rest = abs(1 - through.sum()) if softmax else 0.0
         self.own = through
         self.lost = LOST * self.weights.max(initial=0) if divide else 0.0

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from typing import Any
 
 import pytest
 from adapters import JaxAdapter, TorchAdapter
@@ -17,6 +19,14 @@ Adapter = JaxAdapter | TorchAdapter
 EVERY_CASE = [
     pytest.param(op, case, id=f"{op}-{case.name}") for op, cases in CASES.items() for case in cases
 ]
+
+
+@functools.cache
+def expected(op: str, case: Case) -> tuple[Any, Any, oracle.Outputs, Any]:
+    """Inputs, attributes, outputs and bounds, made once for both front ends."""
+    inputs, attributes = case.make()
+    want = getattr(oracle, op)(**inputs, **attributes)
+    return inputs, attributes, want, BOUNDS[op](inputs, attributes, want)
 
 
 @pytest.mark.parametrize("op", ops.table())
@@ -38,9 +48,7 @@ def test_no_case_is_for_an_unknown_op() -> None:
 
 @pytest.mark.parametrize("op, case", EVERY_CASE)
 def test_op_agrees_with_the_oracle(adapter: Adapter, op: str, case: Case) -> None:
-    inputs, attributes = case.make()
-    want = getattr(oracle, op)(**inputs, **attributes)
-    bounds = BOUNDS[op](inputs, attributes, want)
+    inputs, attributes, want, bounds = expected(op, case)
     got = adapter.call(op, inputs, attributes)
     for name, value in want.items():
         assert_close(name, got[name], value, bounds.get(name, 0.0))

@@ -22,7 +22,7 @@ LOSS = {"top_k": 2, "coeff": 0.7}
 
 
 def routing_attributes(**options: Any) -> dict[str, Any]:
-    return RouterConfig(8, 3, **options).attributes(num_sequences=3)
+    return RouterConfig(6, 3, **options).attributes(num_sequences=3)
 
 
 def gradient_case(op: str, dtype: Any = np.float64) -> tuple[Inputs, dict[str, Any]]:
@@ -34,7 +34,7 @@ def gradient_case(op: str, dtype: Any = np.float64) -> tuple[Inputs, dict[str, A
         chosen = {n: inputs[n].astype(dtype) for n in ("x", "router", "router_bias")}
         return chosen, {"gate_dtype": name}
     if op == "route":
-        return {"logits": rng.normal(size=(9, 8)).astype(dtype)}, routing_attributes(scale=2.5)
+        return {"logits": rng.normal(size=(6, 6)).astype(dtype)}, routing_attributes(scale=2.5)
     if op in ("load_balancing_loss", "z_loss"):
         inputs = loss_inputs(5, 4, False)
         names = [s.name for s in ops.table()[op].inputs]
@@ -129,13 +129,13 @@ def test_oracle_gradient_is_the_limit_of_differences(op: str) -> None:
 
 
 WAYS: dict[str, tuple[Inputs, dict[str, Any]]] = {
-    "mask": ({"token_mask": np.arange(9) % 4 != 1}, {}),
+    "mask": ({"token_mask": np.arange(6) % 4 != 1}, {}),
     "groups": (
-        {"bias": np.linspace(0, 1, 8)},
-        {"num_groups": 4, "group_top_k": 2, "counts": "unbiased"},
+        {"bias": np.linspace(0, 1, 6)},
+        {"num_groups": 3, "group_top_k": 2, "counts": "unbiased"},
     ),
-    "given": ({"given_indices": np.array([[0, -1, 3], [2, 2, 7], [8, 1, -5]] * 3, "i4")}, {}),
-    "slice": ({"first_token": np.int32(5), "total_tokens": 12}, {}),
+    "given": ({"given_indices": np.array([[0, -1, 3], [2, 2, 5], [6, 1, -5]] * 2, "i4")}, {}),
+    "slice": ({"first_token": np.int32(4), "total_tokens": 9}, {}),
 }
 
 
@@ -150,13 +150,13 @@ def test_oracle_route_gradient(score: Any, normalize: Any, way: str) -> None:
         )
         attributes["total_tokens"] = given.get("total_tokens", 0)
         inputs = {k: v for k, v in given.items() if k != "total_tokens"}
-        logits = 2 * rng_of(score, way).normal(size=(9, 8))
+        logits = 2 * rng_of(score, way).normal(size=(6, 6))
         check_by_differences("route", {"logits": logits, **inputs}, attributes)
 
 
 def test_oracle_clamp_has_no_gradient_through_the_divisor() -> None:
     attributes = routing_attributes(score="sigmoid", eps=20.0, eps_mode="clamp", scale=20.0)
-    logits = np.linspace(-1, 1, 8)[None].repeat(3, axis=0)
+    logits = np.linspace(-1, 1, 6)[None].repeat(3, axis=0)
     out = oracle.route(logits=logits, **attributes)
     s = 1 / (1 + np.exp(-logits))
     np.testing.assert_allclose(out["weights"], np.take_along_axis(s, out["indices"], 1), rtol=1e-14)
@@ -174,7 +174,7 @@ def public_call(f: Any, op: str, arrays: dict[str, Any], attributes: dict[str, A
     if op == "gate":
         return [f.gate(arrays["x"], arrays["router"], arrays["router_bias"], **attributes)]
     if op == "route":
-        result = f.route(arrays["logits"], RouterConfig(8, 3, scale=2.5), num_sequences=3)
+        result = f.route(arrays["logits"], RouterConfig(6, 3, scale=2.5), num_sequences=3)
         return [result.weights, result.score_sums, result.logsumexp_sq]
     if op == "load_balancing_loss":
         return [f.load_balancing_loss(routing, RouterConfig(4, 2), coeff=attributes["coeff"])]

@@ -230,8 +230,35 @@ def test_slices_make_the_whole(adapter: Adapter) -> None:
         np.testing.assert_array_equal(parts[0][name] + parts[1][name], whole[name])
 
 
-def test_one_expert_per_token_without_and_with_normalisation(adapter: Adapter) -> None:
-    logits = [[1, 0.5, -1, 0]]
-    for normalize, weight in ((True, 1.0), ("if_k_gt_1", 0.4742), (False, 0.4742)):
-        out = route(adapter, logits, 1, normalize=normalize)
-        np.testing.assert_allclose(out["weights"], [[weight]], atol=5e-5)
+def test_one_expert_trains_the_router_only_without_normalisation(adapter: Adapter) -> None:
+    logits = np.array([[1, 0.5, -1, 0]], "f4")
+    p = np.exp(logits[0].astype("f8"))
+    p /= p.sum()
+    for normalize in (True, "if_k_gt_1", False):
+        weight = 1.0 if normalize is True else p[0]
+        slope = np.zeros(4) if normalize is True else p[0] * (np.eye(4)[0] - p)
+        attributes = RouterConfig(4, 1, normalize=normalize).attributes(num_sequences=1)
+        out = adapter.call("route", {"logits": logits}, attributes)
+        np.testing.assert_allclose(out["weights"], [[weight]], rtol=8 * U)
+        inputs, rest = route_bwd({"logits": logits}, attributes)
+        for name in ("grad_score_sums", "grad_logsumexp_sq"):
+            inputs[name] = np.zeros_like(inputs[name])
+        grad = adapter.call("route_bwd", inputs, rest)["grad_logits"][0]
+        upstream = inputs["grad_weights"][0, 0]
+        np.testing.assert_allclose(
+            grad, slope * upstream, rtol=0, atol=0 if normalize is True else 8 * U
+        )
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_given_ids_far_below_the_largest_logit_share_by_their_own_difference(
+    adapter: Adapter, score: str
+) -> None:
+    """Even where the difference from the row's largest logit rounds or overflows."""
+    logits = np.array([[3e38, -3e38, -3e38], [1e6, -200, -201], [1e6, 0.01, 0]], "f4")
+    given = np.array([[1, 2]] * 3, "i4")
+    out = route(adapter, logits, 2, score=score, given_indices=given)
+    attributes = RouterConfig(3, 2, score=score).attributes(num_sequences=1)
+    want = oracle.route(logits=logits, given_indices=given, **attributes)["weights"]
+    np.testing.assert_allclose(want.sum(axis=1), 1, rtol=1e-12)
+    np.testing.assert_allclose(out["weights"], want, rtol=32 * U)

@@ -1,6 +1,6 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every op of the table in plain NumPy float64: the specification that the core is measured against.
+"""Every op of the table in plain NumPy float64: the specification the core is measured against.
 
 A function has the name of its op, takes the op's inputs and attributes by keyword, and returns the
 outputs by name: floats as float64 that is never rounded, integers as int32.
@@ -34,7 +34,7 @@ def _rounded(x: Array, dtype: str) -> Array:
 
 
 def gate(*, x: Array, router: Array, router_bias: Array | None = None, gate_dtype: str) -> Outputs:
-    """x[T,D] . router[D,E] + router_bias[E] -> logits[T,E]; x and router are rounded to gate_dtype."""
+    """x[T,D] . router[D,E] + router_bias[E] -> logits[T,E]; x, router in gate_dtype's precision."""
     logits = _rounded(x, gate_dtype) @ _rounded(router, gate_dtype)
     return {"logits": logits if router_bias is None else logits + _f64(router_bias)}
 
@@ -67,7 +67,7 @@ def log_softplus(z: Array) -> Array:
 
 
 def log_scores(z: Array, score: str) -> Array:
-    """log s[E] of one token's logits z[E]."""
+    """The log of s[E], for one token's logits z[E]."""
     if score == "softmax":
         return z - logsumexp(z)
     if score == "sigmoid":
@@ -111,17 +111,22 @@ def select(
     return np.array([e for e in ranking(values) if e // group_size in kept][:top_k], np.int32)
 
 
-def log_divisor(log_s: Array, normalize: bool, eps: float, eps_mode: str) -> tuple[Array, Array]:
-    """log of the divisor of the selected scores, and its gradient with respect to their logs[K]."""
-    if not normalize:
-        return np.zeros(()), np.zeros_like(log_s)
-    log_sum = np.logaddexp.reduce(log_s, initial=-np.inf)
+def selected_weights(
+    log_s: Array, normalize: bool, eps: float, eps_mode: str
+) -> tuple[Array, Array]:
+    """Weights[K] from the selected log scores[K], and d log(divisor) / d log scores, [K]."""
+    if not normalize or len(log_s) == 0:
+        return np.exp(log_s), np.zeros(len(log_s))
+    top = np.nan_to_num(log_s.max(), neginf=0.0, posinf=0.0)
+    log_s, log_eps = log_s - top, np.log(eps) - top
+    log_sum = np.logaddexp.reduce(log_s)
     if eps_mode == "add":
-        result = np.logaddexp(log_sum, np.log(eps))
-        return result, np.exp(log_s - result)
-    if log_sum < np.log(eps):
-        return np.log(eps), np.zeros_like(log_s)
-    return log_sum, np.exp(log_s - log_sum)
+        weights = np.exp(log_s - np.logaddexp(log_sum, log_eps))
+        return weights, weights
+    if log_sum < log_eps:
+        return np.exp(log_s - log_eps), np.zeros(len(log_s))
+    weights = np.exp(log_s - log_sum)
+    return weights, weights
 
 
 def live_tokens(
@@ -131,7 +136,7 @@ def live_tokens(
     total_tokens: int,
     num_sequences: int,
 ) -> Iterator[tuple[int, int]]:
-    """(token, its sequence) for every token that is neither masked nor past the last of the batch."""
+    """(token, its sequence) for every token that is neither masked nor past the batch's end."""
     first, total = (0, tokens) if first_token is None else (int(first_token), total_tokens)
     for t in range(tokens):
         if first + t < total and (token_mask is None or token_mask[t]):
@@ -160,11 +165,11 @@ def route(
     group_score_k: int,
     counts: str,
 ) -> Outputs:
-    """logits[T,E], bias[E], given_indices[T,K], token_mask[T] -> weights, indices[T,K], statistics[S,E]."""
+    """logits[T,E], bias[E], given_indices[T,K] -> weights[T,K], indices[T,K], statistics[S,E]."""
     logits = _f64(logits)
     tokens, experts = logits.shape
     divide = normalize == "always" or (normalize == "if_k_gt_1" and top_k > 1)
-    out = {
+    out: Outputs = {
         "weights": np.zeros((tokens, top_k)),
         "indices": np.full((tokens, top_k), -1, np.int32),
         "expert_counts": np.zeros(experts, np.int32),
@@ -182,10 +187,9 @@ def route(
         else:
             ids = np.array([e if 0 <= e < experts else -1 for e in given_indices[t]], np.int32)
         used = ids >= 0
-        log_selected = log_s[ids[used]]
-        divisor, _ = log_divisor(log_selected, divide, eps, eps_mode)
+        weights, _ = selected_weights(log_s[ids[used]], divide, eps, eps_mode)
         out["indices"][t] = ids
-        out["weights"][t, used] = scale * np.exp(log_selected - divisor)
+        out["weights"][t, used] = scale * weights
         for e in ids[used]:
             out["expert_counts"][e] += 1
         counted = ids[used]
@@ -228,16 +232,11 @@ def route_bwd(
         z = logits[t]
         log_s = log_scores(z, score)
         used = (indices[t] >= 0) & (indices[t] < experts)
-        log_selected = log_s[indices[t, used]]
-        divisor, divisor_grad = log_divisor(log_selected, divide, eps, eps_mode)
-        weights = scale * np.exp(log_selected - divisor)
-        through_weights = weights * grad_weights[t, used]
+        ids = indices[t, used]
+        weights, divisor_grad = selected_weights(log_s[ids], divide, eps, eps_mode)
+        through_weights = scale * weights * grad_weights[t, used]
         grad_log_s = np.zeros(experts)
-        np.add.at(
-            grad_log_s,
-            indices[t, used],
-            through_weights - divisor_grad * through_weights.sum(),
-        )
+        np.add.at(grad_log_s, ids, through_weights - divisor_grad * through_weights.sum())
         shares = np.exp(log_s - logsumexp(log_s))
         through_shares = shares * grad_score_sums[s]
         grad_log_s += through_shares - shares * through_shares.sum()
@@ -313,7 +312,7 @@ def plan_dispatch(
     drop_order: str,
     alignment: int,
 ) -> Outputs:
-    """indices[T,K], weights[T,K] -> row_of_slot[T,K], slot_of_row[R], counts[E], expert_offsets[E+1]."""
+    """indices[T,K], weights[T,K] -> row_of_slot[T,K], slot_of_row[R], counts[E], offsets[E+1]."""
     experts = indices.reshape(-1)
     row_of_slot = np.full(experts.shape, -1, np.int32)
     slot_of_row = np.full(num_rows, -1, np.int32)
@@ -430,7 +429,7 @@ def grouped_matmul_bwd_w(
 
 
 def silu(x: Array) -> Array:
-    """x / (1 + e^-x)."""
+    """The product of x and sigmoid(x), any shape."""
     return x * np.exp(-np.logaddexp(0, -x))
 
 

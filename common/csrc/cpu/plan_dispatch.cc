@@ -85,15 +85,14 @@ DUOMOE_KERNEL(kCpu, plan_dispatch) {
   parallel_blocks(call, experts, 1, [&](int64_t e, int64_t) {
     int32_t* begin = sorted.data() + first[e];
     int32_t* end = sorted.data() + first[e + 1];
-    const int64_t kept = expert_counts[e];
-    if (by_weight && kept < end - begin) {
+    if (by_weight && capacity < end - begin) {
       // The largest weights, ties in row order; then row order again.
       std::stable_sort(begin, end, [&](int32_t a, int32_t b) {
         return math::order_key(weights[a]) > math::order_key(weights[b]);
       });
-      std::sort(begin, begin + kept);
+      std::sort(begin, begin + capacity);
     }
-    for (int64_t i = 0; i < kept; ++i) {
+    for (int64_t i = 0; i < expert_counts[e]; ++i) {
       const int32_t row = static_cast<int32_t>(expert_offsets[e] + i);
       slot_of_row[row] = begin[i];
       row_of_slot[begin[i]] = row;

@@ -215,7 +215,7 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
       const int32_t* ids = indices + t * top_k;
       const math::Divisor divisor = row_weights(options, row, ids, top_k, weights.data());
       for (int64_t k = 0; k < top_k; ++k) {
-        cotangents[k] = ids[k] >= 0 ? grad_weights[t * top_k + k] * options.scale : 0.0f;
+        cotangents[k] = row.has(ids[k]) ? grad_weights[t * top_k + k] * options.scale : 0.0f;
       }
       const float common = slot_sum(top_k, [&](int64_t k) { return weights[k] * cotangents[k]; });
       const int64_t s = range.sequence(t);
@@ -227,7 +227,7 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
                           softmax_factor, rest, experts, grad.data());
       for (int64_t k = 0; k < top_k; ++k) {
         const int32_t e = ids[k];
-        if (e < 0) continue;
+        if (!row.has(e)) continue;
         const float own = weights[k] * (cotangents[k] - divisor.own * common);
         grad[e] += own * math::log_score_slope(options.score, row.z[e]);
       }

@@ -65,6 +65,9 @@ struct RouteRow {
     scores = score == math::Score::kSoftmax ? probabilities.data() : scores_storage.data();
   }
 
+  // Any other id marks an unused slot.
+  bool has(int32_t id) const { return id >= 0 && id < experts; }
+
   void compute(math::Score score, DType dtype, const void* logits) {
     simd().load(dtype, logits, z.data(), experts);
     row = simd().row_scores(score, z.data(), experts, exponentials.data(), scores,
@@ -83,39 +86,25 @@ float slot_sum(int64_t top_k, F f) {
   return lane[0];
 }
 
-// The weights of a token's slots before `scale`; unused slots (-1) get 0.
+// The weights of a token's slots before `scale`; unused slots get 0.
 inline math::Divisor row_weights(const RouterOptions& options, const RouteRow& r,
                                  const int32_t* indices, int64_t top_k, float* weights) {
-  const float top_logit = [&] {
-    float top = -math::infinity();
-    for (int64_t k = 0; k < top_k; ++k) {
-      if (indices[k] >= 0 && r.z[indices[k]] > top) top = r.z[indices[k]];
-    }
-    return top;
-  }();
-  const float top = math::log_scale(options.score, top_logit, r.row.peak);
-  float eps = options.eps;
-  if (options.normalize && top < math::kRescueBelow && top > -math::infinity()) {
-    for (int64_t k = 0; k < top_k; ++k) {
-      const int32_t e = indices[k];
-      if (e < 0) {
-        weights[k] = 0.0f;
-        continue;
-      }
-      const float factor = options.score == math::Score::kSoftmax
-                               ? r.row.inverse
-                               : math::score_factor(options.score, r.z[e]);
-      weights[k] = math::exp(math::log_scale(options.score, r.z[e], r.row.peak) - top) * factor;
-    }
-    eps = eps > 0.0f ? eps * math::exp(-top) : 0.0f;
-  } else {
-    for (int64_t k = 0; k < top_k; ++k) weights[k] = indices[k] >= 0 ? r.scores[indices[k]] : 0.0f;
+  float top_logit = -math::infinity();
+  for (int64_t k = 0; k < top_k; ++k) {
+    if (r.has(indices[k]) && r.z[indices[k]] > top_logit) top_logit = r.z[indices[k]];
+  }
+  const math::WeightBasis basis =
+      math::weight_basis(options.score, options.normalize, options.eps, top_logit, r.row.peak);
+  for (int64_t k = 0; k < top_k; ++k) {
+    const int32_t e = indices[k];
+    weights[k] = r.has(e) ? basis.score(options.score, r.z[e], r.scores[e], r.row.inverse) : 0.0f;
   }
   const float sum = slot_sum(top_k, [&](int64_t k) { return weights[k]; });
-  const math::Divisor divisor = math::weight_divisor(options.normalize, options.eps_mode, sum, eps);
+  const math::Divisor divisor =
+      math::weight_divisor(options.normalize, options.eps_mode, basis.damped(sum), options.eps);
   if (options.normalize) {
     for (int64_t k = 0; k < top_k; ++k) {
-      if (indices[k] >= 0) weights[k] /= divisor.value;
+      if (r.has(indices[k])) weights[k] = weights[k] * basis.damp / divisor.value * basis.damp;
     }
   }
   return divisor;

@@ -49,11 +49,6 @@ DUOMOE_FN float log_scale(Score score, float z, float peak) {
   return score == Score::kSigmoid ? a : 0.5f * a;
 }
 
-DUOMOE_FN float softplus(float z) {
-  const float l = log1p_unit(exp(-absolute(z)));
-  return z >= 0.0f ? z + l : l;
-}
-
 // log1p(t) / t for t in [0, 1]; 1 where t is so small that log1p(t) = t.
 DUOMOE_FN float log1p_ratio(float t) { return t < 1e-8f ? 1.0f : log1p_unit(t) / t; }
 
@@ -64,9 +59,12 @@ DUOMOE_FN float score_factor(Score score, float z) {
   return square_root(z >= 0.0f ? z + log1p_unit(t) : log1p_ratio(t));
 }
 
-// s for sigmoid and sqrtsoftplus.
+// s for sigmoid and sqrtsoftplus. The square root is taken of the factor, not of softplus(z), which
+// underflows at twice the logit where its root does.
 DUOMOE_FN float elementwise_score(Score score, float z) {
-  return score == Score::kSigmoid ? sigmoid(z) : square_root(softplus(z));
+  if (score == Score::kSigmoid) return sigmoid(z);
+  const float h = exp(-0.5f * absolute(z)), t = h * h;
+  return z >= 0.0f ? square_root(z + log1p_unit(t)) : h * square_root(log1p_ratio(t));
 }
 
 // d ln s / dz: 1 - sigmoid(z), and sigmoid(z) / (2 softplus(z)), which tends to 1/2 as z falls.
@@ -86,6 +84,30 @@ DUOMOE_FN float selection_value(float z, float chosen_on, float bias) {
   return z == -infinity() ? z : chosen_on + bias;
 }
 
+// How the scores of the selected experts enter their weights: as they are, or, where they may
+// underflow, as r = s / exp(top), top being the largest one's log scale. With eps > 0 the weight is
+// then
+//   w = r h / (sum(r) h^2 + eps) * h,  h = exp(top / 2),
+// which neither overflows nor loses eps.
+struct WeightBasis {
+  bool relative;
+  float top_logit;
+  float damp;  // h, or 1
+
+  DUOMOE_FN_MEMBER float score(Score kind, float z, float s, float inverse) const {
+    if (!relative) return s;
+    if (kind == Score::kSoftmax) return exp(z - top_logit) * inverse;
+    return exp(log_scale(kind, z, 0.0f) - log_scale(kind, top_logit, 0.0f)) * score_factor(kind, z);
+  }
+  DUOMOE_FN_MEMBER float damped(float sum) const { return sum * damp * damp; }
+};
+DUOMOE_FN WeightBasis weight_basis(Score score, bool normalize, float eps, float top_logit,
+                                   float peak) {
+  const float top = log_scale(score, top_logit, peak);
+  const bool relative = normalize && top < kRescueBelow && top_logit > -infinity();
+  return {relative, top_logit, relative && eps > 0.0f ? exp(0.5f * top) : 1.0f};
+}
+
 // The divisor of normalised weights, and how it acts on the gradient. With w the weights before
 // `scale`, g their cotangents times `scale` and G = sum g w:
 //   dL/dz_e = w_e (g_e - own * G) * slope(z_e)   for selected e,
@@ -101,7 +123,7 @@ DUOMOE_FN Divisor weight_divisor(bool normalize, EpsMode mode, float sum, float 
   if (!normalize) return {1.0f, 0.0f, 1.0f};
   if (mode == EpsMode::kAdd) {
     const float value = sum + eps;
-    return {value, 1.0f, eps < infinity() ? (eps > 0.0f ? eps / value : 0.0f) : 1.0f};
+    return {value, 1.0f, eps > 0.0f ? eps / value : 0.0f};
   }
   if (sum < eps) return {eps, 0.0f, 1.0f};
   return {sum, 1.0f, 0.0f};

@@ -11,10 +11,12 @@
 
 #if defined(__CUDACC__)
 #define DUOMOE_FN static __host__ __device__ __forceinline__
+#define DUOMOE_FN_MEMBER __host__ __device__ __forceinline__
 #else
 // `static` and inlined by force: these headers are compiled for several instruction sets, and an
 // out-of-line copy of the widest one must never serve the others.
 #define DUOMOE_FN static inline __attribute__((always_inline))
+#define DUOMOE_FN_MEMBER inline __attribute__((always_inline))
 #endif
 
 namespace duomoe::math {
