@@ -44,6 +44,7 @@ Arrays = tuple[jax.Array, ...]
 Attributes = tuple[tuple[str, Any], ...]  # hashable, in the table's order
 
 TABLE = ops.table()
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class Bound:
@@ -174,6 +175,11 @@ def _partitioned(bound: Bound) -> Callable[..., Arrays]:
             local = bound.with_first_token(total)
 
         def shard(*arrays: jax.Array) -> Arrays:
+            # Traced while an explicit mesh may still be set, which would put its shardings into psum.
+            with jax.sharding.use_abstract_mesh(NO_MESH):
+                return on_shard(*arrays)
+
+        def on_shard(*arrays: jax.Array) -> Arrays:
             if local is not bound:
                 shards = int(np.prod([mesh.shape[name] for name in tokens]))
                 first = jax.lax.axis_index(tokens) * jnp.int32(
