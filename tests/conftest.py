@@ -9,6 +9,9 @@ from pathlib import Path
 # Before JAX is imported anywhere: several fake devices for the sharding tests.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# DUOMOE_TEST_DEVICE=cuda runs the tests of single ops on the GPU, in both front ends.
+DEVICE = os.environ.get("DUOMOE_TEST_DEVICE", "cpu")
+os.environ.setdefault("JAX_PLATFORMS", "cpu" if DEVICE == "cpu" else "cuda,cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
@@ -25,7 +28,7 @@ def jax_adapter() -> JaxAdapter:
 @pytest.fixture(scope="session")
 def torch_adapter() -> TorchAdapter:
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    return TorchAdapter()
+    return TorchAdapter(DEVICE)
 
 
 @pytest.fixture(

@@ -6,6 +6,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "data_checks.h"
 #include "options.h"
 #include "version.h"
 
@@ -264,7 +265,10 @@ Status run(int index, Backend backend, std::span<const TensorView> inputs,
   }
   try {
     if (Status s = check_options(call); !s.ok()) return {op.name + ": " + s.message};
-    Status s = kernel(call);
+    const bool check_data = debug_checks();
+    Status s = check_data ? check_inputs_data(call, backend) : Status{};
+    if (s.ok()) s = kernel(call);
+    if (s.ok() && check_data) s = check_outputs_data(call, backend);
     return s.ok() ? s : Status{op.name + ": " + s.message};
   } catch (const std::exception& error) {
     return {op.name + ": " + error.what()};
@@ -275,6 +279,7 @@ Status run(int index, Backend backend, std::span<const TensorView> inputs,
 
 // The C functions that the Python package `duomoe` reads through ctypes.
 extern "C" {
+DUOMOE_EXPORT void duomoe_set_debug_checks(int on) { duomoe::set_debug_checks(on != 0); }
 DUOMOE_EXPORT const char* duomoe_version() { return DUOMOE_VERSION; }
 DUOMOE_EXPORT const char* duomoe_op_table() {
   static const std::string json = duomoe::op_table_json();

@@ -7,8 +7,17 @@ functions are in `jax_frontend` and `torch_frontend`, with the same names and ar
 """
 
 from duomoe.config import RouterConfig
+from duomoe.library import debug_checks
 from duomoe.results import DispatchPlan, MoEOutput, MoEParams, Routing
 
 __version__ = "0.1.0"
 
-__all__ = ["DispatchPlan", "MoEOutput", "MoEParams", "RouterConfig", "Routing", "__version__"]
+__all__ = [
+    "DispatchPlan",
+    "MoEOutput",
+    "MoEParams",
+    "RouterConfig",
+    "Routing",
+    "__version__",
+    "debug_checks",
+]

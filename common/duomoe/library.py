@@ -49,6 +49,19 @@ def has_kernel(op: str, backend: str) -> bool:
     return bool(load().duomoe_has_kernel(names.index(op), ("cpu", "cuda").index(backend)))
 
 
+def debug_checks(enabled: bool) -> None:
+    """Turn faults in data into errors that name the token, or leave them dropped and counted.
+
+    Checked: ids outside [-1, E) or beyond the rows, and rows that `max_rows` cuts off. The checks read
+    tensors on the host; on a GPU they wait for the stream and cannot be captured in a graph. The
+    environment variable DUOMOE_DEBUG=1 turns them on from the start.
+
+    Args:
+        enabled: on or off, for the whole process.
+    """
+    load().duomoe_set_debug_checks(int(bool(enabled)))
+
+
 def missing_binding(package: str, framework: str, extra: str, error: Exception) -> ImportError:
     """The error for a front end that cannot be imported, in one sentence that says what to
     install.

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Builds duomoe with CUDA into the current Python, runs the GPU tests, the comparison of the front ends, the
+# sanitizers and the GPU check. Results go to the folder named (default: out/gpu). Needs nvcc, a GPU, JAX with
+# CUDA, torch with CUDA, and pytest, pybind11, ninja and setuptools in the current Python.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-out/gpu}
+mkdir -p "$out"
+export XLA_PYTHON_CLIENT_PREALLOCATE=false DUOMOE_TEST_DEVICE=cuda
+failed=""
+step() {  # step NAME COMMAND...: one log a step, the tail on the terminal
+  local name=$1 start=$SECONDS
+  shift
+  if "$@" >"$out/$name.log" 2>&1; then echo "ok      $name ($((SECONDS - start)) s)"; else
+    echo "FAILED  $name ($((SECONDS - start)) s)"
+    failed="$failed $name"
+    tail -n "${TAIL:-25}" "$out/$name.log"
+  fi
+}
+step build env DUOMOE_CUDA=1 DUOMOE_REQUIRE=jax,torch python3 -m pip install --no-build-isolation --no-deps --editable .
+step tests python3 -m pytest tests/test_cuda.py tests/test_oracle.py -x -p no:cacheprovider
+step verify-float32 duomoe verify --device cuda --json "$out/verify-float32.json"
+step verify-bfloat16 duomoe verify --device cuda --dtype bfloat16 --json "$out/verify-bfloat16.json"
+for tool in memcheck racecheck; do
+  step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 3 python3 benchmarks/sanitize.py
+done
+step gpu_check python3 benchmarks/gpu_check.py --out "$out"
+cat "$out/gpu_check.log"
+[ -z "$failed" ] || { echo "failed:$failed"; exit 1; }
