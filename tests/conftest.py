@@ -9,6 +9,8 @@ from pathlib import Path
 # Before JAX is imported anywhere: several fake devices for the sharding tests.
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# torch's OpenMP threads spin at barriers otherwise, and slow down whatever else runs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # DUOMOE_TEST_DEVICE=cuda runs the tests of single ops on the GPU, in both front ends.
 DEVICE = os.environ.get("DUOMOE_TEST_DEVICE", "cpu")
 os.environ.setdefault("JAX_PLATFORMS", "cpu" if DEVICE == "cpu" else "cuda,cpu")

@@ -29,6 +29,7 @@ class JaxAdapter:
 
     def __init__(self, jit: bool = False) -> None:
         import jax
+
         import jax_frontend
         from jax_frontend import transforms
 
@@ -51,7 +52,8 @@ class JaxAdapter:
     ) -> dict[str, np.ndarray]:
         """Run an op of the table by name; inputs left out are absent."""
         spec = ops.table()[op]
-        arrays = [None if inputs.get(s.name) is None else self.array(inputs[s.name]) for s in spec.inputs]
+        given = [inputs.get(s.name) for s in spec.inputs]
+        arrays = [None if x is None else self.array(x) for x in given]
         outputs = self.apply(spec, arrays, attributes)
         return {s.name: self.numpy(o) for s, o in zip(spec.outputs, outputs, strict=True)}
 
@@ -59,9 +61,13 @@ class JaxAdapter:
         self, f: Callable[..., Sequence[Any]], *primals: np.ndarray
     ) -> tuple[list[np.ndarray], Callable[..., list[np.ndarray]]]:
         """Outputs of f and the function from cotangents to gradients. f returns float arrays."""
-        wrapped = (lambda *a: tuple(f(*a))) if not self._jit else self._jax.jit(lambda *a: tuple(f(*a)))
+        wrapped = (
+            (lambda *a: tuple(f(*a))) if not self._jit else self._jax.jit(lambda *a: tuple(f(*a)))
+        )
         outputs, pull = self._jax.vjp(wrapped, *map(self.array, primals))
-        return [self.numpy(o) for o in outputs], lambda *g: [self.numpy(x) for x in pull(tuple(map(self.array, g)))]
+        return [self.numpy(o) for o in outputs], lambda *g: [
+            self.numpy(x) for x in pull(tuple(map(self.array, g)))
+        ]
 
 
 class TorchAdapter:
@@ -71,6 +77,7 @@ class TorchAdapter:
 
     def __init__(self, device: str = "cpu") -> None:
         import torch
+
         import torch_frontend
         from torch_frontend import bind
 
@@ -79,7 +86,9 @@ class TorchAdapter:
     def array(self, x: np.ndarray) -> Any:
         x = np.array(x)  # torch wants it writable
         if x.dtype == BFLOAT16:
-            return self._torch.from_numpy(x.view(np.int16)).view(self._torch.bfloat16).to(self.device)
+            return (
+                self._torch.from_numpy(x.view(np.int16)).view(self._torch.bfloat16).to(self.device)
+            )
         return self._torch.from_numpy(x).to(self.device)
 
     def numpy(self, x: Any) -> np.ndarray:
@@ -99,7 +108,8 @@ class TorchAdapter:
     ) -> dict[str, np.ndarray]:
         """Run an op of the table by name; inputs left out are absent."""
         spec = ops.table()[op]
-        arrays = [None if inputs.get(s.name) is None else self.array(inputs[s.name]) for s in spec.inputs]
+        given = [inputs.get(s.name) for s in spec.inputs]
+        arrays = [None if x is None else self.array(x) for x in given]
         outputs = self.apply(spec, arrays, attributes)
         return {s.name: self.numpy(o) for s, o in zip(spec.outputs, outputs, strict=True)}
 
@@ -111,10 +121,15 @@ class TorchAdapter:
 
         def pull(*cotangents: np.ndarray) -> list[np.ndarray]:
             grads = self._torch.autograd.grad(
-                outputs, leaves, [self.array(c) for c in cotangents], allow_unused=True, retain_graph=True
+                outputs,
+                leaves,
+                [self.array(c) for c in cotangents],
+                allow_unused=True,
+                retain_graph=True,
             )
             return [
-                np.zeros(p.shape, p.dtype) if g is None else self.numpy(g) for g, p in zip(grads, primals, strict=True)
+                np.zeros(p.shape, p.dtype) if g is None else self.numpy(g)
+                for g, p in zip(grads, primals, strict=True)
             ]
 
         return [self.numpy(o) for o in outputs], pull

@@ -38,7 +38,7 @@ class Corpus:
     source: str
 
     def batches(self, count: int, sequences: int, context: int, seed: int) -> Iterator[np.ndarray]:
-        """`count` random batches of the training text: [S, C + 1] int32, inputs and targets in one."""
+        """`count` random batches of the training text, inputs and targets in one: [S, C + 1]."""
         rng = np.random.default_rng(seed)
         for _ in range(count):
             starts = rng.integers(0, len(self.training) - context, sequences)
@@ -56,7 +56,7 @@ def _windows(text: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
 
 
 def standard_library() -> Corpus:
-    """Read this interpreter's standard library, in the order of the files' names, without its tests.
+    """Read this interpreter's standard library, by name of file, without its tests.
 
     Raises:
         FileNotFoundError: this Python comes without its source files.

@@ -19,7 +19,7 @@ Arrays = dict[str, jax.Array]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * scale, over the last axis."""
+    """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * scale."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPS) * scale
 
 

@@ -1,13 +1,13 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the JAX and the torch language model share: sizes, first weights, and what training sees of them.
+"""What the JAX and the torch language model share: sizes, first weights, what training sees.
 
     bytes[S,C] -> embedding + positions
       -> blocks of: x + attention(rms_norm(x)), x + moe(rms_norm(x))
       -> rms_norm -> head -> logits[S,C,256]
 
-Axis letters: S sequences, C bytes of context, D width, H attention heads, E experts, F expert hidden
-width, K experts per token, L blocks, T = S * C tokens.
+Axis letters: S sequences, C bytes of context, D width, H attention heads, E experts, F expert
+hidden width, K experts per token, L blocks, T = S * C tokens.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class LanguageModel(Protocol):
     name: str
 
     def step(self, batch: np.ndarray) -> tuple[float, np.ndarray]:
-        """One step of Adam; the cross entropy before it, nats per byte, and [L, E] expert counts."""
+        """One step of Adam; its cross entropy, nats per byte, and the expert counts, [L, E]."""
 
     def gradients(self, batch: np.ndarray) -> Parameters:
         """Gradients of the training loss, auxiliary losses included."""

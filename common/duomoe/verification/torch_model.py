@@ -15,7 +15,7 @@ from duomoe.verification.models import EXPERTS, NORM_EPS, Evaluation, ModelConfi
 
 
 def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * scale, over the last axis."""
+    """RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * scale."""
     return x * torch.rsqrt((x * x).mean(dim=-1, keepdim=True) + NORM_EPS) * scale
 
 
@@ -33,7 +33,8 @@ def forward(
     p: dict[str, Tensor], tokens: Tensor, config: ModelConfig
 ) -> tuple[Tensor, list[tuple[Tensor, Any]]]:
     """Logits [S, C, 256], and each block's (MoE input [S, C, D], MoEOutput)."""
-    x = p["embedding"][tokens] + p["positions"]
+    # Not p["embedding"][tokens]: the backward of indexing adds up in no fixed order.
+    x = torch.nn.functional.embedding(tokens, p["embedding"]) + p["positions"]
     layers = []
     for i in range(config.blocks):
         normed = rms_norm(x, p[f"{i}.attention_norm"])
