@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from duomoe.verification.adapters import TorchAdapter
+from duomoe.verification.compare import draw_cotangents, run_op
 from duomoe.verification.inputs import GENERATORS, Draw, Options, forward_ops
 
 
@@ -25,21 +26,7 @@ def main() -> None:
     ):
         for op in forward_ops():
             for case in GENERATORS[op.name](Draw(options, rng, adapter.call)):
-                outputs = adapter.call(op.name, case.inputs, case.attributes)
-                given = [case.inputs.get(t.name) for t in op.inputs]
-                pool = {
-                    "input": given,
-                    "output": list(outputs.values()),
-                    "grad": [
-                        rng.standard_normal(o.shape).astype(o.dtype) for o in outputs.values()
-                    ],
-                }
-                dtypes = [None if g is None else g.dtype.name for g in given]
-                for step in op.gradient_steps:
-                    arrays = [pool[kind][i] for kind, i in step.sources]
-                    names = [t.name for t in step.op.inputs]
-                    attributes = op.gradient_attributes(step, case.attributes, dtypes)
-                    adapter.call(step.op.name, dict(zip(names, arrays, strict=True)), attributes)
+                run_op(adapter, op, case, draw_cotangents(op, case, rng))
     torch.cuda.synchronize()
     print("done")
 

@@ -114,7 +114,8 @@ def _gradient_kernels(op: ops.Op) -> dict[str, str]:
     return {op.inputs[t].name: step.op.name for step in op.gradient_steps for t in step.targets}
 
 
-def _cotangents(op: ops.Op, case: Case, rng: np.random.Generator) -> list[np.ndarray]:
+def draw_cotangents(op: ops.Op, case: Case, rng: np.random.Generator) -> list[np.ndarray]:
+    """Random cotangents of an op's float outputs."""
     given = [case.inputs.get(s.name) for s in op.inputs]
     results = op.infer(
         [None if x is None else x.shape for x in given],
@@ -153,7 +154,7 @@ def compare_op(
     op: ops.Op, case: Case, jax: Adapter, torch: Adapter, rng: np.random.Generator
 ) -> Iterator[Comparison]:
     """Compare every output and the gradient of every float input of one call."""
-    cotangents = _cotangents(op, case, rng)
+    cotangents = draw_cotangents(op, case, rng)
     kernels = _gradient_kernels(op)
     left, right = (run_op(a, op, case, cotangents) for a in (jax, torch))
     for quantity in left:
