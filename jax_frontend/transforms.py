@@ -175,7 +175,8 @@ def _partitioned(bound: Bound) -> Callable[..., Arrays]:
             local = bound.with_first_token(total)
 
         def shard(*arrays: jax.Array) -> Arrays:
-            # Traced while an explicit mesh may still be set, which would put its shardings into psum.
+            # Traced while an explicit mesh may still be set, which would put its shardings into
+            # psum.
             with jax.sharding.use_abstract_mesh(NO_MESH):
                 return on_shard(*arrays)
 

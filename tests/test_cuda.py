@@ -44,8 +44,7 @@ def assert_same(expected: Mapping[str, np.ndarray], actual: Mapping[str, np.ndar
         if a.dtype in FLOATS:
             nan = np.isnan(a.astype(np.float32))
             np.testing.assert_array_equal(nan, np.isnan(b.astype(np.float32)), err_msg=name)
-            zero = np.zeros((), a.dtype)
-            a, b = np.where(nan, zero, a), np.where(nan, zero, b)
+            a, b = (np.where(nan, np.zeros((), x.dtype), x) for x in (a, b))
         np.testing.assert_array_equal(bits(a), bits(b), err_msg=name)
 
 

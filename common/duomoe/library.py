@@ -52,7 +52,8 @@ def has_kernel(op: str, backend: str) -> bool:
 def debug_checks(enabled: bool) -> None:
     """Turn faults in data into errors that name the token, or leave them dropped and counted.
 
-    Checked: ids outside [-1, E) or beyond the rows, and rows that `max_rows` cuts off. The checks read
+    Checked: ids outside [-1, E) or beyond the rows, and rows that `max_rows` cuts off. The checks
+        read
     tensors on the host; on a GPU they wait for the stream and cannot be captured in a graph. The
     environment variable DUOMOE_DEBUG=1 turns them on from the start.
 
