@@ -111,6 +111,7 @@ std::vector<OpSpec> make_table() {
       .attributes = router_options(/*forward=*/true),
       .backward = {"route_bwd"},
       .shard_axes = "T",
+      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "route_bwd",
@@ -182,6 +183,7 @@ std::vector<OpSpec> make_table() {
       .attributes = {integer("num_experts", 1, "E"), integer("num_rows", 0, "R"),
                      integer("capacity", -1), choice("drop_order", {"position", "weight"}),
                      integer("alignment", 1)},
+      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "permute",
@@ -244,6 +246,7 @@ std::vector<OpSpec> make_table() {
       .attributes = {dtype("out_dtype")},
       .backward = {"grouped_matmul_bwd_rows", "grouped_matmul_bwd_w"},
       .shard_axes = "N",
+      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "grouped_matmul_bwd_rows",
@@ -255,6 +258,7 @@ std::vector<OpSpec> make_table() {
       .outputs = {{"grad_rows", "R D", "@rows_dtype"}},
       .attributes = {dtype("rows_dtype", "rows")},
       .shard_axes = "D",
+      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "grouped_matmul_bwd_w",
@@ -267,6 +271,7 @@ std::vector<OpSpec> make_table() {
       .outputs = {{"grad_w", "E D N", "@w_dtype"}},
       .attributes = {dtype("w_dtype", "w")},
       .shard_axes = "D N",
+      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "swiglu",

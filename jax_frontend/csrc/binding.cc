@@ -71,16 +71,20 @@ class CpuExecutor final : public duomoe::Executor {
 
 class CudaExecutor final : public duomoe::Executor {
  public:
-  CudaExecutor(void* cuda_stream, ffi::ScratchAllocator& allocator) : allocator_(allocator) {
+  CudaExecutor(void* cuda_stream, ffi::ScratchAllocator& allocator, bool may_take_scratch)
+      : allocator_(allocator), may_take_scratch_(may_take_scratch) {
     stream = cuda_stream;
   }
   void parallel_for(int64_t count, const std::function<void(int64_t)>& task) override {
     for (int64_t i = 0; i < count; ++i) task(i);
   }
-  void* scratch(size_t bytes) override { return allocator_.Allocate(bytes, 256).value_or(nullptr); }
+  void* scratch(size_t bytes) override {
+    return may_take_scratch_ ? allocator_.Allocate(bytes, 256).value_or(nullptr) : nullptr;
+  }
 
  private:
   ffi::ScratchAllocator& allocator_;
+  bool may_take_scratch_;
 };
 
 std::optional<DType> dtype_of(ffi::DataType type) {
@@ -184,7 +188,7 @@ ffi::Error cpu_call(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
 template <size_t kIndex>
 ffi::Error cuda_call(void* stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
                      ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  CudaExecutor executor(stream, scratch);
+  CudaExecutor executor(stream, scratch, duomoe::op_table()[kIndex].cuda_scratch);
   return to_error(call_op(kIndex, Backend::kCuda, executor, args, rets, attrs));
 }
 
@@ -202,14 +206,16 @@ XLA_FFI_Error* cpu_handler(XLA_FFI_CallFrame* frame) {
 
 template <size_t kIndex>
 XLA_FFI_Error* cuda_handler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = ffi::Ffi::Bind()
-                             .Ctx<ffi::PlatformStream<void*>>()
-                             .Ctx<ffi::ScratchAllocator>()
-                             .RemainingArgs()
-                             .RemainingRets()
-                             .Attrs()
-                             .To(cuda_call<kIndex>, {ffi::Traits::kCmdBufferCompatible})
-                             .release();
+  static auto* handler = [] {
+    auto binding = ffi::Ffi::Bind()
+                       .Ctx<ffi::PlatformStream<void*>>()
+                       .Ctx<ffi::ScratchAllocator>()
+                       .RemainingArgs()
+                       .RemainingRets()
+                       .Attrs();
+    if (duomoe::op_table()[kIndex].cuda_scratch) return binding.To(cuda_call<kIndex>).release();
+    return binding.To(cuda_call<kIndex>, {ffi::Traits::kCmdBufferCompatible}).release();
+  }();
   return handler->Call(frame);
 }
 

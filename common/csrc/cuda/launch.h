@@ -1,0 +1,143 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What all CUDA kernels share: work queued on the caller's stream, with its errors; elements of any
+// float type. Nothing here waits for the device or allocates, so that every op can be captured in a
+// CUDA graph.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "../math/scalar.h"
+#include "../registry.h"
+
+namespace duomoe::cuda {
+
+inline int64_t ceil_div(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
+// Blocks for a kernel that strides over the grid, and so takes any number of them.
+inline int64_t grid_for(int64_t items, int64_t per_block) {
+  return std::min<int64_t>(ceil_div(items, per_block), 1 << 20);
+}
+
+// The work of one call, in stream order. The first error stays; what comes after it is skipped.
+class Queue {
+ public:
+  explicit Queue(const Call& call)
+      : executor_(call.executor), stream_(static_cast<cudaStream_t>(executor_.stream)) {}
+
+  // No blocks, no launch.
+  template <typename... Parameters, typename... Arguments>
+  void launch(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+              const Arguments&... arguments) {
+    if (!status_.ok() || blocks <= 0) return;
+    if (blocks > std::numeric_limits<int32_t>::max()) {
+      status_ = {"needs a grid of " + std::to_string(blocks) + " blocks, more than CUDA has"};
+      return;
+    }
+    kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream_>>>(arguments...);
+    check(cudaGetLastError());
+  }
+
+  // Sets every byte.
+  void fill(void* data, int byte, int64_t bytes) {
+    if (status_.ok() && bytes > 0)
+      check(cudaMemsetAsync(data, byte, static_cast<size_t>(bytes), stream_));
+  }
+  void fill(const TensorView& view, int byte) {
+    fill(view.data, byte, view.size() * static_cast<int64_t>(item_size(view.dtype)));
+  }
+
+  // Device memory for this call. nullptr for no elements, and after an error.
+  template <typename T>
+  T* scratch(int64_t count) {
+    if (!status_.ok() || count <= 0) return nullptr;
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
+    void* memory = executor_.scratch(bytes);
+    if (!memory) status_ = {"could not get " + std::to_string(bytes) + " bytes of scratch memory"};
+    return static_cast<T*>(memory);
+  }
+
+  // The most shared memory that a block of this device may ask for; 0 after an error.
+  size_t shared_limit() {
+    int device = 0, bytes = 0;
+    if (status_.ok()) check(cudaGetDevice(&device));
+    if (status_.ok())
+      check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    return status_.ok() ? static_cast<size_t>(bytes) : 0;
+  }
+
+  // Lets a kernel be launched with up to `bytes` of dynamic shared memory; 48 KB need no leave.
+  template <typename... Parameters>
+  void allow_shared(void (*kernel)(Parameters...), size_t bytes) {
+    if (!status_.ok()) return;
+    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(bytes)));
+  }
+
+  const Status& status() const { return status_; }
+
+ private:
+  void check(cudaError_t error) {
+    if (error != cudaSuccess) status_ = {std::string("CUDA error: ") + cudaGetErrorString(error)};
+  }
+
+  Executor& executor_;
+  cudaStream_t stream_;
+  Status status_;
+};
+
+// f(T{}) with the C++ type of a float dtype.
+template <typename F>
+auto with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return f(math::BFloat16{});
+    case DType::kFloat16:
+      return f(math::Float16{});
+    default:
+      return f(float{});
+  }
+}
+
+__device__ inline float load(DType dtype, const void* data, int64_t i) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return math::to_float(static_cast<const math::BFloat16*>(data)[i]);
+    case DType::kFloat16:
+      return math::to_float(static_cast<const math::Float16*>(data)[i]);
+    default:
+      return static_cast<const float*>(data)[i];
+  }
+}
+
+__device__ inline void store(DType dtype, float x, void* data, int64_t i) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return math::convert(x, static_cast<math::BFloat16*>(data)[i]);
+    case DType::kFloat16:
+      return math::convert(x, static_cast<math::Float16*>(data)[i]);
+    default:
+      return math::convert(x, static_cast<float*>(data)[i]);
+  }
+}
+
+// Rounds to a 16-bit type and back; leaves float32 alone.
+__device__ inline float round_to(DType dtype, float x) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return math::to_float(math::from_float<math::BFloat16>(x));
+    case DType::kFloat16:
+      return math::to_float(math::from_float<math::Float16>(x));
+    default:
+      return x;
+  }
+}
+
+}  // namespace duomoe::cuda

@@ -1,0 +1,53 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the 32 lanes of a warp do together. All lanes must call these, and all get the result.
+#pragma once
+
+#include <cstdint>
+
+#include "../math/router.h"
+
+namespace duomoe::cuda {
+
+constexpr int kLanes = math::kLanes;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Blocks are one-dimensional.
+__device__ inline int lane_id() { return static_cast<int>(threadIdx.x) % kLanes; }
+__device__ inline int warp_id() { return static_cast<int>(threadIdx.x) / kLanes; }
+__device__ inline int warps_per_block() { return static_cast<int>(blockDim.x) / kLanes; }
+// A warp's number in the grid, and their count.
+__device__ inline int64_t grid_warp() {
+  return static_cast<int64_t>(blockIdx.x) * warps_per_block() + warp_id();
+}
+__device__ inline int64_t grid_warps() {
+  return static_cast<int64_t>(gridDim.x) * warps_per_block();
+}
+
+template <typename T>
+__device__ T warp_sum(T x) {
+  for (int width = kLanes / 2; width > 0; width /= 2) x += __shfl_xor_sync(kAllLanes, x, width);
+  return x;
+}
+
+// Sum over i of f(i) in the lane order of math/router.h: the butterfly adds the same pairs as the
+// CPU's halving does, and since a + b = b + a every lane has lane 0's bits.
+template <typename F>
+__device__ float lane_sum(int64_t n, F f) {
+  float sum = 0.0f;
+  for (int64_t i = lane_id(); i < n; i += kLanes) sum += f(i);
+  return warp_sum(sum);
+}
+
+// The largest x, where `>` orders them; a NaN never wins.
+template <typename T>
+__device__ T warp_max(T x) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    const T other = __shfl_xor_sync(kAllLanes, x, width);
+    x = other > x ? other : x;
+  }
+  return __shfl_sync(kAllLanes, x, 0);  // one zero for all, where -0 and +0 tie
+}
+
+}  // namespace duomoe::cuda
