@@ -34,14 +34,14 @@ struct RouterOptions {
 };
 
 // Where the local tokens stand in the whole batch, which is cut into sequences of equal length.
-// Under sharding a call sees a slice that starts at `first`; tokens past `total` are padding of the
-// slice.
+// Under sharding a call sees a slice that starts at `first` (a negative start counts as 0); tokens
+// past `total` are padding of the slice.
 struct TokenRange {
   int64_t first = 0, total = 0, sequence_length = 0;
 
   explicit TokenRange(const Call& call) {
     const TensorView& start = call.in("first_token");
-    first = start.present() ? *start.as<const int32_t>() : 0;
+    first = start.present() ? std::max(0, *start.as<const int32_t>()) : 0;
     total = start.present() ? call.integer("total_tokens") : call.axis('T');
     sequence_length = total / call.axis('S');
   }
