@@ -11,14 +11,14 @@ failed=""
 step() {  # step NAME COMMAND...: one log a step, the tail on the terminal
   local name=$1 start=$SECONDS
   shift
-  if "$@" >"$out/$name.log" 2>&1; then echo "ok      $name ($((SECONDS - start)) s)"; else
+  if timeout "${STEP_SECONDS:-240}" "$@" >"$out/$name.log" 2>&1; then echo "ok      $name ($((SECONDS - start)) s)"; else
     echo "FAILED  $name ($((SECONDS - start)) s)"
     failed="$failed $name"
     tail -n "${TAIL:-25}" "$out/$name.log"
   fi
 }
 step build env DUOMOE_CUDA=1 DUOMOE_REQUIRE=jax,torch python3 -m pip install --no-build-isolation --no-deps --editable .
-step tests python3 -m pytest tests/test_cuda.py tests/test_oracle.py -x -p no:cacheprovider
+step tests python3 -m pytest tests/test_cuda.py tests/test_oracle.py -p no:cacheprovider
 step verify-float32 duomoe verify --device cuda --json "$out/verify-float32.json"
 step verify-bfloat16 duomoe verify --device cuda --dtype bfloat16 --json "$out/verify-bfloat16.json"
 for tool in memcheck racecheck; do
