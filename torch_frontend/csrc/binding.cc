@@ -18,6 +18,11 @@
 
 #include "registry.h"
 
+// Its name in torch 2.11 and 2.12.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 // In libtorch_cuda only; absent from a CPU build of torch.
 extern "C" __attribute__((weak)) AOTITorchError
 aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
