@@ -334,8 +334,10 @@ def run_block(gpu: TorchAdapter, x: Any, params: MoEParams, order: str = "weight
     out = gpu.functions.moe(x, params, CONFIG, capacity=40, alignment=8, drop_order=order)
     loss = out.output.square().mean() + out.load_balancing_loss + out.z_loss
     leaves = [x, params.router, params.w_gate, params.w_up, params.w_down]
-    results = [out.output, out.routing.indices, out.routing.weights, out.kept_counts, loss.detach()]
-    return [*results, *torch.autograd.grad(loss, leaves)]
+    grads = torch.autograd.grad(loss, leaves)
+    routing = out.routing
+    results = [out.output, routing.indices, routing.weights, out.kept_counts, loss, *grads]
+    return [r.detach() for r in results]  # none keeps the graph, and so its stream, alive
 
 
 def equal(a: list[Any], b: list[Any]) -> bool:
@@ -375,7 +377,7 @@ def test_graph(gpu: Any, rng: Rng, order: str) -> None:
         run_block(gpu, x, params, order)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         captured = run_block(gpu, x, params, order)
     with torch.no_grad():
         x.copy_(other)
@@ -397,3 +399,31 @@ def test_side_stream(gpu: Any, rng: Rng) -> None:
         results = run_block(gpu, x.requires_grad_(), params)
     stream.synchronize()
     assert equal(expected, results)
+
+
+def test_jitted_program_replayed(gpu: Any, rng: Rng) -> None:
+    """One compiled JAX program on batch after batch: what XLA records is right on replay."""
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX runs on the CPU here; set DUOMOE_TEST_DEVICE=cuda")
+    import jax_frontend as jf
+
+    shapes = ((D, E), (E, D, F), (E, D, F), (E, F, D))
+    params = [normal(rng, *shape) for shape in shapes]
+
+    def outputs(functions: Any, x: Any, *p: Any) -> tuple[Any, ...]:
+        out = functions.moe(x, MoEParams(*p), CONFIG)
+        return out.output, out.load_balancing_loss, out.z_loss
+
+    def step(x: Any, grad: Any, *p: Any) -> tuple[Any, Any]:
+        values, pull = jax.vjp(lambda *a: outputs(jf, *a), x, *p)
+        return values, pull((grad, np.float32(1), np.float32(1)))
+
+    jitted = jax.jit(step)
+    for _ in range(5):
+        x, grad = normal(rng, 200, D), normal(rng, 200, D)
+        got = [np.asarray(a) for part in jitted(x, grad, *params) for a in part]
+        values, pull = gpu.vjp(lambda *a: outputs(gpu.functions, *a), x, *params)
+        want = [*values, *pull(grad, np.float32(1), np.float32(1))]
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(bits(a), bits(b))

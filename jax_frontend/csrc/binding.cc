@@ -79,10 +79,11 @@ class CudaExecutor final : public duomoe::Executor {
     for (int64_t i = 0; i < count; ++i) task(i);
   }
   void* scratch(size_t bytes) override {
-    return may_take_scratch_ ? allocator_.Allocate(bytes, 256).value_or(nullptr) : nullptr;
+    return may_take_scratch_ ? allocator_.Allocate(bytes, kAlignment).value_or(nullptr) : nullptr;
   }
 
  private:
+  static constexpr size_t kAlignment = 16;  // XLA refuses to promise more; its allocator gives 256
   ffi::ScratchAllocator& allocator_;
   bool may_take_scratch_;
 };
