@@ -22,7 +22,35 @@ DTYPES = {
 }
 
 
-class JaxAdapter:
+class Adapter:
+    """What both adapters share."""
+
+    def array(self, x: np.ndarray) -> Any:
+        """The framework's array of the same bits."""
+        raise NotImplementedError
+
+    def numpy(self, x: Any) -> np.ndarray:
+        """The NumPy array of the same bits."""
+        raise NotImplementedError
+
+    def apply(
+        self, op: ops.Op, arrays: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> tuple[Any, ...]:
+        """Run an op on the framework's own arrays, differentiably."""
+        raise NotImplementedError
+
+    def call(
+        self, op: str, inputs: Mapping[str, np.ndarray | None], attributes: Mapping[str, Any]
+    ) -> dict[str, np.ndarray]:
+        """Run an op of the table by name; inputs left out are absent."""
+        spec = ops.table()[op]
+        given = [inputs.get(s.name) for s in spec.inputs]
+        arrays = [None if x is None else self.array(x) for x in given]
+        outputs = self.apply(spec, arrays, attributes)
+        return {s.name: self.numpy(o) for s, o in zip(spec.outputs, outputs, strict=True)}
+
+
+class JaxAdapter(Adapter):
     """The JAX front end on its default device, or on the one given."""
 
     name = "jax"
@@ -47,16 +75,6 @@ class JaxAdapter:
         """Run an op on the framework's own arrays, differentiably."""
         return self._transforms.call(op, arrays, attributes)
 
-    def call(
-        self, op: str, inputs: Mapping[str, np.ndarray | None], attributes: Mapping[str, Any]
-    ) -> dict[str, np.ndarray]:
-        """Run an op of the table by name; inputs left out are absent."""
-        spec = ops.table()[op]
-        given = [inputs.get(s.name) for s in spec.inputs]
-        arrays = [None if x is None else self.array(x) for x in given]
-        outputs = self.apply(spec, arrays, attributes)
-        return {s.name: self.numpy(o) for s, o in zip(spec.outputs, outputs, strict=True)}
-
     def vjp(
         self, f: Callable[..., Sequence[Any]], *primals: np.ndarray
     ) -> tuple[list[np.ndarray], Callable[..., list[np.ndarray]]]:
@@ -70,7 +88,7 @@ class JaxAdapter:
         ]
 
 
-class TorchAdapter:
+class TorchAdapter(Adapter):
     """The torch front end on one device."""
 
     name = "torch"
@@ -102,16 +120,6 @@ class TorchAdapter:
     ) -> tuple[Any, ...]:
         """Run an op on the framework's own arrays, differentiably."""
         return self._bind.call(op, arrays, dict(attributes))
-
-    def call(
-        self, op: str, inputs: Mapping[str, np.ndarray | None], attributes: Mapping[str, Any]
-    ) -> dict[str, np.ndarray]:
-        """Run an op of the table by name; inputs left out are absent."""
-        spec = ops.table()[op]
-        given = [inputs.get(s.name) for s in spec.inputs]
-        arrays = [None if x is None else self.array(x) for x in given]
-        outputs = self.apply(spec, arrays, attributes)
-        return {s.name: self.numpy(o) for s, o in zip(spec.outputs, outputs, strict=True)}
 
     def vjp(
         self, f: Callable[..., Sequence[Any]], *primals: np.ndarray
