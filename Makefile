@@ -1,8 +1,9 @@
 # `make demo` and `make test` set everything up in .venv by themselves.
 PYTHON ?= python3
 BIN := .venv/bin
-# CUDA kernels are built only where a GPU is visible (`make cuda-check` compiles them anywhere).
-export DUOMOE_CUDA ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo auto || echo 0)
+# For .venv, CUDA kernels are built only where a GPU is visible, so that nobody waits for kernels that
+# cannot run. `make cuda-check` compiles them anywhere; `make wheel` builds them wherever nvcc is found.
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo auto || echo 0)
 PYTEST_ARGS ?=
 
 NATIVE := $(shell find common/csrc jax_frontend/csrc torch_frontend/csrc -type f)
@@ -11,6 +12,7 @@ CPP := $(filter %.h %.cc %.cu %.cuh,$(NATIVE))
 .PHONY: help setup demo test verify lint format cuda-check reference wheel clean
 
 help:
+	@echo "make setup       create .venv and build into it (the next four do it by themselves)"
 	@echo "make demo        train one small MoE language model in JAX and PyTorch, compare every op"
 	@echo "make test        run the tests"
 	@echo "make verify      compare every op of the two front ends"
@@ -27,7 +29,7 @@ help:
 	@touch $@
 
 .venv/.built: .venv/.requirements setup.py pyproject.toml $(NATIVE)
-	DUOMOE_REQUIRE=jax,torch $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	DUOMOE_CUDA=$${DUOMOE_CUDA:-$(GPU)} DUOMOE_REQUIRE=jax,torch $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	    --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -55,9 +57,10 @@ format: setup
 
 cuda-check: .venv/.requirements
 	DUOMOE_CUDA=1 $(BIN)/python setup.py --quiet build_ext --build-lib build/cuda-check
+	@echo "every CUDA kernel compiles"
 
 reference: setup
-	$(BIN)/python -m duomoe.reference > docs/ops.md
+	$(BIN)/python -m duomoe.reference docs
 
 wheel: .venv/.requirements
 	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

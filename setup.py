@@ -85,6 +85,7 @@ def build_native(build_dir: Path) -> dict[str, Path]:
 
     build_dir.mkdir(parents=True, exist_ok=True)
     nvcc = find_nvcc()
+    print(f"duomoe: CUDA kernels are {'built with ' + nvcc if nvcc else 'left out'}")
     products: dict[str, Path] = {}
     with (build_dir / "build.ninja").open("w") as file:
         n = ninja_syntax.Writer(file, width=10**6)
@@ -184,6 +185,10 @@ class NinjaBuild(build_ext):
         """Build, then copy the products to where the packages are."""
         tag = f"{sys.implementation.cache_tag}-{'cuda' if find_nvcc() else 'cpu'}"
         self._products = build_native(ROOT / "build" / f"native-{tag}")
+        # setuptools reuses the folder: a binding of an earlier build must not get into this wheel.
+        for pattern in ("duomoe/lib/*", "*_frontend/_binding*.so"):
+            for stale in Path(self.build_lib).glob(pattern):
+                stale.unlink()
         for inside, built in self._products.items():
             target = self._target(inside)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,9 @@ class JaxFrontEnd:
         """`value`, if it is a JAX or NumPy array."""
         if not isinstance(value, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be a jax.Array, got {type(value).__name__}")
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.itemsize == 8:
+            # Without x64 JAX would keep the low 32 bits, and a wild id could become a valid one.
+            value = np.clip(value, -(2**31), 2**31 - 1)
         return jnp.asarray(value)
 
     def dtype(self, x: jax.Array) -> str:

@@ -41,5 +41,5 @@ def block(functions, config: RouterConfig, **options):
     return f
 
 
-# cases.md has one batch that many reports reduce to: every row is [2, 1, 0, -1].
+# A batch whose losses are easily computed by hand: every row is [2, 1, 0, -1].
 CASE_LOGITS = np.tile(np.array([2, 1, 0, -1], np.float32), (4, 1))

@@ -14,6 +14,8 @@ from duomoe import library, ops
 from duomoe.config import RouterConfig
 from duomoe.functional import plan_rows
 from duomoe.results import MoEParams
+from duomoe.verification import compare
+from duomoe.verification import inputs as generators
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -302,6 +304,18 @@ def test_elementwise(check: Check, rng: Rng, dtype: Any, r: int, f: int) -> None
     check("add", {"a": a, "b": b}, {})
     check("swiglu", {"gate": a, "up": b}, {})
     check("swiglu_bwd", {"grad_out": c, "gate": a, "up": b}, {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("op", generators.forward_ops(), ids=lambda op: op.name)
+def test_every_op_and_its_gradients(gpu: Any, rng: Rng, op: ops.Op, dtype: str) -> None:
+    """From the table, so that a new op is tested here too."""
+    cpu = TorchAdapter("cpu")
+    options = generators.Options(tokens=70, experts=12, top_k=3, width=37, hidden=21, dtype=dtype)
+    for case in generators.GENERATORS[op.name](generators.Draw(options, rng, cpu.call)):
+        cotangents = compare.draw_cotangents(op, case, rng)
+        expected, actual = (compare.run_op(a, op, case, cotangents) for a in (cpu, gpu))
+        assert_same(expected, actual)
 
 
 # --- the frameworks ------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def all_reduce_shapes(text: str) -> list[str]:
 
 @pytest.mark.multidevice
 def test_scalar_cotangent_stays_scalar_under_shardy() -> None:
-    """cases.md 1: L = 1.7615942 and dL/dlogits by the probabilities' gradient [1, 1, 0, 0], g =
+    """L = 1.7615942 and dL/dlogits by the probabilities' gradient [1, 1, 0, 0], g =
     2."""
     config = RouterConfig(4, 2)
     tokens = NamedSharding(mesh((2, 2), ("a", "b")), P("a"))
@@ -331,7 +331,7 @@ def test_scan_and_remat(rng) -> None:
 
 
 def test_remat_recomputes_the_same_ties() -> None:
-    """cases.md 51: all-zero logits, forward and recompute select the same ids."""
+    """All-zero logits, forward and recompute select the same ids."""
     z = np.zeros((64, 8), np.float32)
     f = lambda z: (jf.route(z, CONFIG).weights * jnp.arange(1.0, 3)).sum()
     first = jax.jit(jax.grad(jax.checkpoint(f)))(z)
@@ -340,7 +340,7 @@ def test_remat_recomputes_the_same_ties() -> None:
 
 
 def test_integer_inputs_and_outputs_under_grad(rng) -> None:
-    """cases.md 2: ids take no gradient, counts come back beside the loss."""
+    """Ids take no gradient, counts come back beside the loss."""
     parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (6, 16))
     ids = rng.integers(0, 8, (6, 2)).astype(np.int32)
 
@@ -360,7 +360,7 @@ def test_integer_inputs_and_outputs_under_grad(rng) -> None:
 
 
 def test_unused_outputs(rng) -> None:
-    """cases.md 6: gradients of two losses alone add up to that of both."""
+    """Gradients of two losses alone add up to that of both."""
     parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (6, 16))
     outputs = lambda r: block(jf, CONFIG)(x, r, *parameters[1:])
     only_y = jax.grad(lambda r: outputs(r)[0].sum())(parameters[0])
@@ -371,7 +371,7 @@ def test_unused_outputs(rng) -> None:
 
 
 def test_second_derivative_is_an_error(rng) -> None:
-    """cases.md 7."""
+    """An error that says so, rather than a silent constant."""
     z = normal(rng, (2, 8))
     with pytest.raises(NotImplementedError, match=r"duomoe: .*_bwd has no derivative"):
         jax.grad(lambda z: (jax.grad(statistics_loss)(z) ** 2).sum())(z)
@@ -396,7 +396,7 @@ def test_x64(rng) -> None:
         assert got.weights.dtype == jnp.float32 and got.indices.dtype == jnp.int32
         np.testing.assert_array_equal(got.weights, want.weights)
         with pytest.raises(
-            TypeError, match="logits must be float32 or bfloat16 or float16, got float64"
+            TypeError, match="logits must be float32, bfloat16 or float16, got float64"
         ):
             jf.route(jnp.asarray(z, jnp.float64), CONFIG)
         jax.grad(statistics_loss)(jnp.asarray(z))

@@ -262,3 +262,20 @@ def test_given_ids_far_below_the_largest_logit_share_by_their_own_difference(
     want = oracle.route(logits=logits, given_indices=given, **attributes)["weights"]
     np.testing.assert_allclose(want.sum(axis=1), 1, rtol=1e-12)
     np.testing.assert_allclose(out["weights"], want, rtol=32 * U)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_scores_are_within_three_ulps(adapter: Adapter, score: str) -> None:
+    """What docs/numerics.md says: with one expert the weight is the score."""
+    rng = np.random.default_rng(0)
+    z = np.concatenate([rng.uniform(-90, 90, 100_000), rng.uniform(-8, 8, 200_000)]).astype("f4")
+    config = RouterConfig(1, 1, score=score, normalize=False)
+    weights = adapter.numpy(adapter.functions.route(adapter.array(z[:, None]), config).weights)[
+        :, 0
+    ]
+    x = z.astype(np.float64)
+    want = 1 / (1 + np.exp(-x)) if score == "sigmoid" else np.sqrt(np.logaddexp(0, x))
+    normal = want >= np.finfo("f4").tiny
+    ulps = np.abs(weights - want) / np.spacing(want.astype("f4"))
+    assert ulps[normal].max() < 3
+    assert ulps[normal].max() > 1.0  # the claim is about this much, not a loose bound

@@ -48,7 +48,7 @@ def total(x: torch.Tensor, parameters: list[torch.Tensor], **options) -> torch.T
 
 
 def test_case_1_value_and_gradient() -> None:
-    """cases.md 1 and 36."""
+    """The hand-computed value and gradient; the probabilities enter once, not softmaxed twice."""
     z = leaf(CASE_LOGITS)
     config = RouterConfig(4, 2)
     loss = tf.load_balancing_loss(tf.route(z, config), config)
@@ -61,7 +61,7 @@ def test_case_1_value_and_gradient() -> None:
 
 
 def test_gradient_through_unused_outputs(parameters, rng) -> None:
-    """cases.md 6 and 8: each loss alone reaches the router, and they add up."""
+    """Each loss alone reaches the router, and they add up."""
     x = leaf(normal(rng, (6, 16)))
     router = parameters[0]
 
@@ -83,7 +83,7 @@ def test_gradient_through_unused_outputs(parameters, rng) -> None:
 
 
 def test_second_derivative_is_an_error(rng) -> None:
-    """cases.md 7."""
+    """An error that says so, rather than a silent constant."""
     z = leaf(normal(rng, (4, 8)))
     weights = tf.route(z, CONFIG).weights
     (grad,) = torch.autograd.grad((weights**2).sum(), z, create_graph=True)
@@ -92,7 +92,7 @@ def test_second_derivative_is_an_error(rng) -> None:
 
 
 def test_degenerate_calls_return_fresh_tensors(rng) -> None:
-    """cases.md 9: with one expert every op could hand back its input."""
+    """With one expert every op could hand back its input."""
     config = RouterConfig(1, 1)
     x = torch.from_numpy(normal(rng, (5, 4)))
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_degenerate_calls_return_fresh_tensors(rng) -> None:
 
 
 def test_expanded_and_strided_cotangents(parameters, rng) -> None:
-    """cases.md 4: the gradient of a sum arrives with strides (0, 0), that of a slice with gaps."""
+    """The gradient of a sum arrives with strides (0, 0), that of a slice with gaps."""
     x = leaf(normal(rng, (6, 16)))
     wanted = [x, *parameters]
     y = tf.moe(x, MoEParams(*parameters), CONFIG).output
@@ -138,7 +138,8 @@ def test_strided_inputs(rng) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int, parameters, rng) -> None:
-    """cases.md 3 and 60."""
+    """Empty and single batches: gradients of the right shape, finite losses, and the next call
+    works."""
     x = leaf(normal(rng, (tokens, 16)))
     out = tf.moe(x, MoEParams(*parameters), CONFIG)
     (out.output.sum() + out.load_balancing_loss + out.z_loss).backward()
@@ -153,7 +154,7 @@ def test_few_tokens(tokens: int, parameters, rng) -> None:
 
 
 def test_compile_fullgraph(parameters, rng) -> None:
-    """cases.md 10: one graph for all T; the second size may recompile once, a third may not."""
+    """One graph for all T; the second size may recompile once, a third may not."""
     torch._dynamo.reset()
     compiled = torch.compile(total, fullgraph=True, backend="aot_eager")
     for i, tokens in enumerate((8, 9, 15)):
@@ -198,7 +199,7 @@ def test_vmap(rng) -> None:
 
 
 def test_checkpoint_recomputes_the_same_ties() -> None:
-    """cases.md 51."""
+    """All-zero logits: forward and recomputation select the same ids."""
     z = torch.zeros(64, 8, requires_grad=True)
     f = lambda z: tf.route(z, CONFIG).weights
     ids = tf.route(z, CONFIG).indices
@@ -211,7 +212,7 @@ def test_checkpoint_recomputes_the_same_ties() -> None:
 
 
 def test_autocast(parameters, rng) -> None:
-    """cases.md 82: router maths stays float32, gradients have the parameters' dtype."""
+    """Router maths stays float32, gradients have the parameters' dtype."""
     x = leaf(normal(rng, (6, 16)))
     with torch.autocast("cpu", torch.bfloat16):
         out = tf.moe(torch.nn.functional.linear(x, torch.eye(16)), MoEParams(*parameters), CONFIG)
@@ -222,7 +223,7 @@ def test_autocast(parameters, rng) -> None:
 
 
 def test_bias_of_another_dtype_is_refused(rng) -> None:
-    """cases.md 25: a bias that became bfloat16 collapses neighbouring values, so it is an error."""
+    """A bias that became bfloat16 collapses neighbouring values, so it is an error."""
     z = torch.zeros(1, 8)
     bias = 6.817 + 0.001 * torch.arange(8.0)
     config = RouterConfig(8, 1, score="sigmoid")
@@ -240,7 +241,7 @@ def test_records_are_copied_and_pickled(rng) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_bits_do_not_depend_on_threads(threads: int, rng) -> None:
-    """cases.md 63."""
+    """Work is cut the same way for any number of threads where it changes a sum."""
     x, parameters = (
         leaf(normal(rng, (700, 16))),
         [leaf(p) for p in block_parameters(rng, 8, 16, 32)],
@@ -278,7 +279,7 @@ def calls_of(op: ops.Op, adapter, rng) -> list[tuple[ops.Op, list, dict]]:
 
 @pytest.mark.parametrize("op", inputs.forward_ops(), ids=lambda op: op.name)
 def test_opcheck(op: ops.Op, torch_adapter, rng) -> None:
-    """cases.md 9 and 10, of every op and its backward ops."""
+    """Schema, fake kernel, autograd and aliasing, of every op and its backward ops."""
     for spec, given, attributes in calls_of(op, torch_adapter, rng):
         differentiable = {spec.inputs[i].name for step in spec.gradient_steps for i in step.targets}
         tensors = [

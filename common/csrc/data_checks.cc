@@ -37,8 +37,10 @@ Status read(const Call& call, Backend backend, const TensorView& view,
   return fetch ? fetch(call.executor, view, values.data()) : Status{};
 }
 
-// Every id of [T, K] is -1 or below `limit`.
-Status check_ids(const Call& call, Backend backend, const char* name, int64_t limit) {
+// Every id of [T, K] is -1 or below `limit`. `shown` is the argument's name in the public
+// functions.
+Status check_ids(const Call& call, Backend backend, const char* name, const char* shown,
+                 int64_t limit) {
   const TensorView& view = call.in(name);
   if (!view.present()) return {};
   std::vector<int32_t> ids;
@@ -46,7 +48,7 @@ Status check_ids(const Call& call, Backend backend, const char* name, int64_t li
   const int64_t top_k = view.shape[1];
   for (size_t i = 0; i < ids.size(); ++i) {
     if (ids[i] < -1 || ids[i] >= limit) {
-      return {std::string(name) + " of token " + std::to_string(i / top_k) + ", slot " +
+      return {std::string(shown) + " of token " + std::to_string(i / top_k) + ", slot " +
               std::to_string(i % top_k) + " is " + std::to_string(ids[i]) +
               ", allowed: -1 (unused) to " + std::to_string(limit - 1)};
     }
@@ -66,12 +68,12 @@ bool register_fetch(Backend backend, Fetch fetch) {
 
 Status check_inputs_data(const Call& call, Backend backend) {
   const std::string& op = call.op.name;
-  if (op == "route") return check_ids(call, backend, "given_indices", call.axis('E'));
+  if (op == "route") return check_ids(call, backend, "given_indices", "indices", call.axis('E'));
   if (op == "route_bwd" || op == "plan_dispatch") {
-    return check_ids(call, backend, "indices", call.axis('E'));
+    return check_ids(call, backend, "indices", "indices", call.axis('E'));
   }
   if (op == "permute" || op == "permute_bwd" || op == "combine" || op == "combine_bwd") {
-    return check_ids(call, backend, "row_of_slot", call.axis('R'));
+    return check_ids(call, backend, "row_of_slot", "row_of_slot", call.axis('R'));
   }
   return {};
 }

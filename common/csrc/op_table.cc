@@ -55,8 +55,7 @@ std::vector<AttributeSpec> router_options(bool forward) {
 std::vector<OpSpec> make_table() {
   std::vector<OpSpec> ops;
 
-  // --- gate
-  // -----------------------------------------------------------------------------------------
+  // --- gate ------------------------------------------------------------------------------------
   ops.push_back({
       .name = "gate",
       .summary =
@@ -90,8 +89,7 @@ std::vector<OpSpec> make_table() {
       .shard_axes = "T",
   });
 
-  // --- route
-  // ----------------------------------------------------------------------------------------
+  // --- route -----------------------------------------------------------------------------------
   ops.push_back({
       .name = "route",
       .summary = "Top-K selection, weights and the statistics of both losses, in one pass over the "
@@ -129,8 +127,7 @@ std::vector<OpSpec> make_table() {
       .shard_axes = "T",
   });
 
-  // --- losses
-  // ---------------------------------------------------------------------------------------
+  // --- losses ----------------------------------------------------------------------------------
   ops.push_back({
       .name = "load_balancing_loss",
       .summary =
@@ -168,8 +165,7 @@ std::vector<OpSpec> make_table() {
       .attributes = {real("coeff")},
   });
 
-  // --- dispatch
-  // -------------------------------------------------------------------------------------
+  // --- dispatch --------------------------------------------------------------------------------
   ops.push_back({
       .name = "plan_dispatch",
       .summary =
@@ -232,8 +228,7 @@ std::vector<OpSpec> make_table() {
       .shard_axes = "D",
   });
 
-  // --- experts
-  // --------------------------------------------------------------------------------------
+  // --- experts ---------------------------------------------------------------------------------
   ops.push_back({
       .name = "grouped_matmul",
       .summary = "out[r] = rows[r] . w[e] for the rows of expert e, summed in float32; other rows "
@@ -291,8 +286,7 @@ std::vector<OpSpec> make_table() {
       .shard_axes = "R F",
   });
 
-  // --- plumbing
-  // -------------------------------------------------------------------------------------
+  // --- plumbing --------------------------------------------------------------------------------
   ops.push_back({
       .name = "add",
       .summary = "out = a + b in float32, rounded once. It joins the cotangents of a tensor that a "

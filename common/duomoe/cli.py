@@ -133,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.parser.error(str(error))
     try:
         return 0 if job() else 1
-    except CannotRun as error:
-        print(f"duomoe: {error}", file=sys.stderr)
+    except (CannotRun, MemoryError) as error:
+        print(f"duomoe: {error or 'out of memory'}", file=sys.stderr)
         return 2
 
 

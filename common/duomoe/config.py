@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
+import operator
 from typing import Any, Literal
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -23,19 +25,22 @@ def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _integer(name: str, value: Any, low: int | None, high: int | None = None) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < low or (high is not None and value > high):
+    value = operator.index(value)
+    if (low is not None and value < low) or (high is not None and value > high):
         bound = f"between {low} and {high}" if high is not None else f"at least {low}"
         raise ValueError(f"{name} must be {bound}, got {value}")
+    return value
 
 
-def _number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a float, got {value!r}")
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,24 +86,24 @@ class RouterConfig:
     counts: Literal["actual", "unbiased"] = "actual"
 
     def __post_init__(self) -> None:
-        _integer("num_experts", self.num_experts, 1)
-        if isinstance(self.top_k, int) and not 1 <= self.top_k <= self.num_experts:
+        self._set_integer("num_experts", 1)
+        self._set_integer("top_k", None)
+        if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"top_k must be between 1 and the number of experts ({self.num_experts}), "
                 f"got {self.top_k}"
             )
-        _integer("top_k", self.top_k, 1)
         _choice("score", self.score, SCORES)
         _choice("score_scope", self.score_scope, SCORE_SCOPES)
         _choice("select_on", self.select_on, SELECT_ON)
         _choice("normalize", self.normalize, NORMALIZE)
         _choice("eps_mode", self.eps_mode, EPS_MODES)
         _choice("counts", self.counts, COUNTS)
-        _integer("num_groups", self.num_groups, 1, self.num_experts)
-        _integer("group_top_k", self.group_top_k, 1, self.num_groups)
-        _integer("group_score_k", self.group_score_k, 1)
-        _number("eps", self.eps)
-        _number("scale", self.scale)
+        self._set_integer("num_groups", 1, self.num_experts)
+        self._set_integer("group_top_k", 1, self.num_groups)
+        self._set_integer("group_score_k", 1)
+        for name in ("eps", "scale"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
         if self.eps < 0:
             raise ValueError(f"eps must not be negative, got {self.eps}")
         if self.num_experts % self.num_groups:
@@ -124,6 +129,10 @@ class RouterConfig:
                     f"score_scope='selected' needs eps=0, its weights already sum to one; "
                     f"got {self.eps}"
                 )
+
+    def _set_integer(self, name: str, low: int | None, high: int | None = None) -> None:
+        # A NumPy integer becomes an int, so that equal configs hash and serialise alike.
+        object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
 
     def attributes(self, *, num_sequences: int) -> dict[str, Any]:
         """The static attributes of the core's `route` op."""

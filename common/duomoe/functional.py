@@ -7,7 +7,7 @@
       -> plan_dispatch  row_of_slot[T,K], slot_of_row[R], expert_offsets[E+1], counts[E]
       -> permute        rows[R,D]         -> grouped_matmul, swiglu, grouped_matmul
       -> combine        y[T,D]
-    losses: load_balancing_loss(routing), z_loss(routing)
+    losses: load_balancing_loss(routing, config), z_loss(routing)
 
 Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product,
 F expert hidden width, R permuted rows, S sequences.
@@ -102,16 +102,14 @@ class Functions:
             raise ValueError(f"{name} must have shape [{letters}], got {list(value.shape)}")
         return value
 
-    def _indices(self, indices: Any, letters: str, limit: int) -> Array:
-        """Integer ids as int32; ids that int32 cannot hold become `limit`, which is out of
-        range.
-        """
+    def _indices(self, indices: Any, letters: str) -> Array:
+        """Integer ids as int32; an id that int32 cannot hold becomes its largest or smallest."""
         indices = self._array("indices", indices, 2, letters)
         dtype = self._frontend.dtype(indices)
         if dtype not in INTEGER_DTYPES:
             raise TypeError(f"indices must be an integer array, got {dtype}")
         if dtype in ("int64", "uint32"):
-            indices = self._frontend.clip(indices, 0 if dtype == "uint32" else -1, limit)
+            indices = self._frontend.clip(indices, 0 if dtype == "uint32" else -(2**31), 2**31 - 1)
         return indices if dtype == "int32" else self._frontend.cast(indices, "int32")
 
     def _record(
@@ -178,7 +176,7 @@ class Functions:
         if bias is not None:
             bias = self._frontend.stop_gradient(self._array("bias", bias, 1, "E"))
         if indices is not None:
-            indices = self._indices(indices, "T, K", experts)
+            indices = self._indices(indices, "T, K")
             _same_length("indices", indices.shape, (tokens, config.top_k), "T, K")
         if token_mask is not None:
             token_mask = self._array("token_mask", token_mask, 1, "T")
@@ -257,7 +255,7 @@ class Functions:
                 )
         if drop_order == "weight" and weights is None:
             raise ValueError("drop_order='weight' needs weights, got None")
-        indices = self._indices(indices, "T, K", num_experts)
+        indices = self._indices(indices, "T, K")
         if weights is not None:
             weights = self._frontend.stop_gradient(self._array("weights", weights, 2, "T, K"))
         slots = indices.shape[0] * indices.shape[1]

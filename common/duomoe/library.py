@@ -73,6 +73,7 @@ def missing_binding(package: str, framework: str, extra: str, error: Exception) 
             f"run: pip install 'duomoe[{extra}]'"
         )
     return ImportError(
-        f"{package} was installed without its {framework} binding ({error}); "
-        f"reinstall duomoe where {framework} is installed: pip install --no-build-isolation duomoe"
+        f"{package} was installed without a {framework} binding that fits ({error}); "
+        f"where {framework} is installed, run in duomoe's source folder: "
+        "pip install --force-reinstall --no-deps --no-build-isolation ."
     )

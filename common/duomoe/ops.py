@@ -134,7 +134,8 @@ class Op:
         else:
             allowed = (self._output_dtype(spec, variables, attributes),)
         if dtype not in allowed:
-            raise TypeError(f"{self.name}: {spec.name} must be {' or '.join(allowed)}, got {dtype}")
+            names = " or ".join(filter(None, (", ".join(allowed[:-1]), allowed[-1])))
+            raise TypeError(f"{self.name}: {spec.name} must be {names}, got {dtype}")
 
     def _output_dtype(
         self, spec: TensorSpec, variables: dict[str, str], attributes: Mapping[str, Any]

@@ -1,10 +1,18 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The op reference in Markdown, from the op table: `python -m duomoe.reference > docs/ops.md`."""
+"""The reference pages in Markdown, from the op table and the docstrings:
+`python -m duomoe.reference docs` writes docs/ops.md and docs/api.md.
+"""
 
 from __future__ import annotations
 
-from duomoe import ops
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from duomoe import RouterConfig, debug_checks, ops, results
 
 HEADER = """# Op reference
 
@@ -50,10 +58,45 @@ def _section(op: ops.Op) -> str:
     return "\n".join(lines)
 
 
-def markdown() -> str:
-    """The whole page."""
+def ops_page() -> str:
+    """docs/ops.md."""
     return "\n\n".join([HEADER.rstrip(), *map(_section, ops.table().values())]) + "\n"
 
 
+API_HEADER = """# Functions
+
+Made from the docstrings by `make reference`; a test compares the two.
+
+`jax_frontend` and `torch_frontend` have the functions below with the same arguments, but for the
+one that names where tokens are spread: `axis_name` in JAX, `group` in PyTorch. Arrays are
+`jax.Array` (or NumPy arrays) or `torch.Tensor`.
+"""
+
+
+def _api_section(name: str, thing: Any) -> str:
+    signature = str(inspect.signature(thing)).replace("'", "").replace("duomoe.results.", "")
+    heading = f"## {name}\n\n```\n{name}{signature}\n```"
+    return f"{heading}\n\n```text\n{inspect.getdoc(thing)}\n```"
+
+
+def api_page() -> str:
+    """docs/api.md; needs torch, whose front end stands for both."""
+    frontend = importlib.import_module("torch_frontend.functional")
+    functions = [
+        *("route", "load_balancing_loss", "z_loss", "plan_dispatch", "permute", "combine"),
+        *("grouped_matmul", "gate", "swiglu", "moe"),
+    ]
+    entries = [(n, getattr(frontend, n)) for n in functions]
+    entries += [("RouterConfig", RouterConfig)]
+    entries += [(record.__name__, record) for record in results.RECORDS]
+    entries += [("duomoe.debug_checks", debug_checks)]
+    sections = [_api_section(name, thing) for name, thing in entries]
+    return "\n\n".join([API_HEADER.rstrip(), *sections]) + "\n"
+
+
+PAGES = {"ops.md": ops_page, "api.md": api_page}
+
+
 if __name__ == "__main__":
-    print(markdown(), end="")
+    for page, make in PAGES.items():
+        (Path(sys.argv[1]) / page).write_text(make())

@@ -97,7 +97,7 @@ class MoEOutput(_Named):
         routing: the Routing of its tokens.
         load_balancing_loss: scalar float32 of rank 0, with coefficient 1.
         z_loss: scalar float32 of rank 0, with coefficient 1.
-        expert_counts: [E] int32, slots asked for.
+        expert_counts: [E] int32, slots asked for: those of `routing`.
         kept_counts: [E] int32, slots that capacity or max_rows let through.
     """
 

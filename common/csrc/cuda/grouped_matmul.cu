@@ -126,8 +126,7 @@ Status run_product(const Call& call, const Product& p) {
   return queue.status();
 }
 
-// --- the gate
-// ---------------------------------------------------------------------------------------------
+// --- the gate ----------------------------------------------------------------------------------
 
 DUOMOE_KERNEL(kCuda, gate) {
   const int64_t t = call.axis('T'), d = call.axis('D'), e = call.axis('E');
@@ -201,8 +200,7 @@ DUOMOE_KERNEL(kCuda, gate_bwd_params) {
   return queue.status();
 }
 
-// --- the experts
-// ------------------------------------------------------------------------------------------
+// --- the experts -------------------------------------------------------------------------------
 
 // The rows of an expert, clipped to the rows that exist (offsets may come from a caller's own
 // plan), and the number of row tiles of all experts before it.

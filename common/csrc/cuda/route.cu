@@ -150,8 +150,7 @@ struct SlotWeights {
   }
 };
 
-// --- selection
-// ------------------------------------------------------------------------------------------
+// --- selection ---------------------------------------------------------------------------------
 
 // In a list of candidates 0 is one that is out; others are order_key + 1 (the largest key is that
 // of +inf).
@@ -216,8 +215,7 @@ __device__ void keep_best_groups(const Groups& groups, int experts, F value, uin
   __syncwarp();
 }
 
-// --- forward
-// --------------------------------------------------------------------------------------------
+// --- forward -----------------------------------------------------------------------------------
 
 constexpr int kMaxWarps = 8;
 constexpr int64_t kWordBytes = sizeof(float);
@@ -452,8 +450,7 @@ DUOMOE_KERNEL(kCuda, route) {
   return queue.status();
 }
 
-// --- backward
-// -------------------------------------------------------------------------------------------
+// --- backward ----------------------------------------------------------------------------------
 
 struct RouteBwd {
   RouterOptions options;

@@ -6,9 +6,10 @@
 //
 // A score is kept as s = exp(a) * q with a <= 0 and q in (0, inf), so that ratios of scores exist
 // even where the scores themselves underflow:
-//   softmax       a = z - max z       q = 1            s = exp(a) / D,  D = sum over all experts of
-//   exp(a) sigmoid       a = min(z, 0)       q = 1 / (1 + exp(-|z|)) sqrtsoftplus  a = min(z, 0) /
-//   2   q = sqrt(softplus(z)) for z >= 0, sqrt(log1p(exp(z)) / exp(z)) below
+//   softmax:       a = z - max z, q = 1, s = exp(a) / D with D the sum of exp(a) over all experts
+//   sigmoid:       a = min(z, 0), q = 1 / (1 + exp(-|z|))
+//   sqrtsoftplus:  a = min(z, 0) / 2, q = sqrt(softplus(z)) for z >= 0,
+//                  q = sqrt(log1p(exp(z)) / exp(z)) below
 #pragma once
 
 #include "scalar.h"

@@ -131,4 +131,6 @@ def demo(options: DemoOptions) -> bool:
     print(f"\nwrote {options.out / 'demo.png'} and {options.out / 'demo.json'}")
     for problem in outcome.problems():
         print(f"FAILED: {problem}")
+    if not outcome.problems():
+        print("PASSED: every op and block is bit-identical, and both models learned")
     return not outcome.problems()

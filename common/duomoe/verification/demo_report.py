@@ -131,7 +131,8 @@ class Outcome:
             "expert load JAX",
             "expert load PyTorch",
         )
-        return report.table(headers, rows, right="r" * len(headers))
+        steps = report.table(headers, rows, right="r" * len(headers))
+        return steps + "\nloss in nats per byte; expert load from the least to the most used expert"
 
     def _totals(self) -> str:
         relative, name = self.gradient_difference
@@ -152,7 +153,8 @@ class Outcome:
         return (
             f"{totals}\n\n"
             f"whole model's gradients on the first batch: {relative:.1e} apart at most (relative, "
-            f"{name}); attention, norms,\nhead and Adam are each framework's own arithmetic\n"
+            f"{name}).\nAttention, norms, head and Adam are each framework's own arithmetic, so the runs part "
+            "slowly.\n"
             f"time: comparison {self.seconds['comparison']:.0f} s, "
             f"all {self.seconds['total']:.0f} s"
         )
