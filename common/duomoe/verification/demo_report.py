@@ -153,7 +153,8 @@ class Outcome:
         return (
             f"{totals}\n\n"
             f"whole model's gradients on the first batch: {relative:.1e} apart at most (relative, "
-            f"{name}).\nAttention, norms, head and Adam are each framework's own arithmetic, so the runs part "
+            f"{name}).\n"
+            "Attention, norms, head and Adam are each framework's own arithmetic, so the runs part "
             "slowly.\n"
             f"time: comparison {self.seconds['comparison']:.0f} s, "
             f"all {self.seconds['total']:.0f} s"
