@@ -34,7 +34,9 @@ class JaxFrontEnd:
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.itemsize == 8:
             # Without x64 JAX would keep the low 32 bits, and a wild id could become a valid one.
             value = np.clip(value, -(2**31), 2**31 - 1)
-        return jnp.asarray(value)
+        return (
+            value  # NumPy arrays too: their own dtype is checked, not the one JAX would give them
+        )
 
     def dtype(self, x: jax.Array) -> str:
         """The dtype's name."""
@@ -50,7 +52,11 @@ class JaxFrontEnd:
 
     def stop_gradient(self, x: jax.Array) -> jax.Array:
         """`x` without a gradient."""
-        return jax.lax.stop_gradient(x)
+        return x if isinstance(x, np.ndarray) else jax.lax.stop_gradient(x)
+
+    def merge_leading(self, x: jax.Array, kept: int) -> jax.Array:
+        """`x` with all axes but the last `kept` merged into one."""
+        return transforms.merge_leading(x, kept)
 
     def call(
         self, op: str, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]

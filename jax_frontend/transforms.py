@@ -276,6 +276,24 @@ class _Static:
 
 
 @functools.lru_cache(maxsize=4096)
+def _mapped(f: Callable[..., Arrays], in_batched: tuple[bool, ...]) -> Callable[..., Arrays]:
+    """`f` over the leading axis of the batched arguments, as one jitted function for every call, so
+    that eager vmap compiles once.
+    """
+
+    def over_batch(*arrays: jax.Array) -> Arrays:
+        mapped = [a for a, b in zip(arrays, in_batched, strict=True) if b]
+
+        def one(slices: Sequence[jax.Array]) -> Arrays:
+            left = iter(slices)
+            return f(*(next(left) if b else a for a, b in zip(arrays, in_batched, strict=True)))
+
+        return jax.lax.map(one, mapped)
+
+    return jax.jit(over_batch)
+
+
+@functools.lru_cache(maxsize=4096)
 def _bound_call(
     name: str, present: tuple[bool, ...], attributes: Attributes
 ) -> Callable[..., Arrays]:
@@ -295,15 +313,7 @@ def _bound_call(
     ) -> tuple[Arrays, tuple[bool, ...]]:
         if not any(in_batched):
             return batched(*arrays), (False,) * len(bound.op.outputs)
-        mapped = [a for a, b in zip(arrays, in_batched, strict=True) if b]
-
-        def one(slices: Sequence[jax.Array]) -> Arrays:
-            left = iter(slices)
-            return batched(
-                *(next(left) if b else a for a, b in zip(arrays, in_batched, strict=True))
-            )
-
-        return jax.lax.map(one, mapped), (True,) * len(bound.op.outputs)
+        return _mapped(batched, tuple(in_batched))(*arrays), (True,) * len(bound.op.outputs)
 
     def call(*arrays: jax.Array) -> Arrays:
         mesh = _explicit_mesh(arrays)
@@ -313,7 +323,12 @@ def _bound_call(
         layout = Layout(bound, mesh, [a.shape for a in arrays], specs)
         out = tuple(layout.spec(t) for t in bound.op.outputs)
         with jax.sharding.use_abstract_mesh(mesh):
-            return jax.sharding.auto_axes(batched, out_sharding=out)(*arrays)
+            explicit = [
+                name
+                for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+                if kind == AxisType.Explicit
+            ]
+            return jax.sharding.auto_axes(batched, axes=tuple(explicit), out_sharding=out)(*arrays)
 
     @jax.custom_jvp
     def guarded(*arrays: jax.Array) -> Arrays:
@@ -384,6 +399,21 @@ def call(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str
         zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True)
     )
     return _differentiable(op.name, values)(*inputs)
+
+
+def merge_leading(x: jax.Array, kept: int) -> jax.Array:
+    """`x` with all axes but the last `kept` merged into one.
+
+    Under an explicit mesh JAX merges axes only if none but the first is sharded, so the others are
+    gathered first.
+    """
+    split = len(x.shape) - kept
+    if not isinstance(x, np.ndarray) and _explicit_mesh([x]) is not None:
+        spec = jax.typeof(x).sharding.spec
+        if any(entry is not None for entry in spec[1:split]):
+            whole = (entry if i == 0 or i >= split else None for i, entry in enumerate(spec))
+            x = jax.sharding.reshard(x, PartitionSpec(*whole))
+    return x.reshape((int(np.prod(x.shape[:split], dtype=np.int64)), *x.shape[split:]))
 
 
 @jax.custom_vjp

@@ -139,19 +139,24 @@ def route_bwd(inputs: Values, attributes: Values, want: Values) -> Values:
 # -- the other ops ---------------------------------------------------------------------------------
 
 
+def live(inputs: Values, name: str) -> np.ndarray:
+    """Magnitudes of [T, ...], 0 for masked tokens."""
+    return np.where(inputs.get("token_mask", np.array([True]))[:, None], f64(inputs[name]), 0.0)
+
+
 def gate(inputs: Values, attributes: Values, want: Values) -> Values:
     # 1.01 because x and the router are rounded to gate_dtype first.
-    x, router = f64(inputs["x"]) * 1.01, f64(inputs["router"])
+    x, router = live(inputs, "x") * 1.01, f64(inputs["router"])
     return {"logits": U * (x.shape[1] + 2) * (x @ router + f64(inputs["router_bias"]))}
 
 
 def gate_bwd_x(inputs: Values, attributes: Values, want: Values) -> Values:
-    g, router = f64(inputs["grad_logits"]) * 1.01, f64(inputs["router"])
+    g, router = live(inputs, "grad_logits") * 1.01, f64(inputs["router"])
     return {"grad_x": U * (router.shape[1] + 1) * (g @ router.T)}
 
 
 def gate_bwd_params(inputs: Values, attributes: Values, want: Values) -> Values:
-    g, x = f64(inputs["grad_logits"]), f64(inputs["x"]) * 1.01
+    g, x = live(inputs, "grad_logits"), live(inputs, "x") * 1.01
     additions = len(x) + 1
     return {
         "grad_router": U * additions * (x.T @ g),

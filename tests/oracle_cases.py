@@ -364,9 +364,14 @@ def gate_cases(names: tuple[str, ...], attributes: tuple[str, ...]) -> Iterator[
         ) -> Any:
             inputs = gate_inputs(*size, *dtypes[1:])
             inputs["grad_logits"] = inputs["grad_logits"].astype(DTYPES[dtypes[0]])
+            if size[0] == 65:  # masked tokens may hold anything
+                mask = inputs["token_mask"] = rng_of("mask", size).random(65) < 0.7
+                inputs["x"][~mask] = np.nan
+                inputs["grad_logits"][~mask] = np.nan
             named = ("gate_dtype", "x_dtype", "router_dtype", "router_bias_dtype")
             given = dict(zip(named, dtypes, strict=True))
-            return {n: inputs[n] for n in names}, {n: given[n] for n in attributes}
+            chosen = {n: inputs[n] for n in (*names, "token_mask") if n in inputs}
+            return chosen, {n: given[n] for n in attributes}
 
         yield Case(f"{tokens}-{width}-{experts}-{gate}-{x}-{router}", make)
 

@@ -32,6 +32,11 @@ def plan(f, a):
     return f.plan_dispatch(a.array(IDS), 8)
 
 
+def wide(a):
+    """Float64 logits; JAX takes NumPy arrays, of which it would make float32 without x64."""
+    return Z.astype("f8") if a.name == "jax" else a.array(Z.astype("f8"))
+
+
 # (error, words that the message must hold, call of (functions, adapter))
 CASES = {
     "logits rank": (
@@ -86,18 +91,81 @@ CASES = {
     ),
     "mask length": (
         ValueError,
-        r"route: token_mask must have shape \[T\], T = 6, got \[5\]",
+        r"token_mask must have shape \[T\] = \[6\], got \[5\]",
         lambda f, a: f.route(a.array(Z), CONFIG, token_mask=a.array(np.ones(5, bool))),
     ),
     "mask dtype": (
         TypeError,
-        "route: token_mask must be bool, got int32",
+        "token_mask must be bool, got int32",
         lambda f, a: f.route(a.array(Z), CONFIG, token_mask=a.array(np.ones(6, np.int32))),
     ),
     "sequences": (
         ValueError,
         r"the number of tokens \(6\) must be divisible by num_sequences \(4\)",
         lambda f, a: f.route(a.array(Z), CONFIG, num_sequences=4),
+    ),
+    "float64 logits": (
+        TypeError,
+        "logits must be float32, bfloat16 or float16, got float64",
+        lambda f, a: f.route(
+            a.array(Z.astype("f8")) if a.name == "torch" else Z.astype("f8"), CONFIG
+        ),
+    ),
+    "plan": (
+        TypeError,
+        "plan must be a DispatchPlan, got NoneType",
+        lambda f, a: f.permute(a.array(X), None),
+    ),
+    "plan kind": (
+        TypeError,
+        "plan must be a DispatchPlan, got Routing",
+        lambda f, a: f.combine(a.array(X), f.route(a.array(Z), CONFIG)),
+    ),
+    "routing": (TypeError, "routing must be a Routing, got NoneType", lambda f, a: f.z_loss(None)),
+    "loss config": (
+        ValueError,
+        "routing is of 8 experts, config.num_experts is 16",
+        lambda f, a: f.load_balancing_loss(f.route(a.array(Z), CONFIG), RouterConfig(16, 2)),
+    ),
+    "loss top_k": (
+        ValueError,
+        "routing is of 2 experts per token, config.top_k is 4",
+        lambda f, a: f.load_balancing_loss(f.route(a.array(Z), CONFIG), RouterConfig(8, 4)),
+    ),
+    "coeff type": (
+        TypeError,
+        "coeff must be a float, got '0.1'",
+        lambda f, a: f.z_loss(f.route(a.array(Z), CONFIG), coeff="0.1"),
+    ),
+    "coeff array": (
+        TypeError,
+        "coeff must be a float, got (ArrayImpl|Tensor)",
+        lambda f, a: f.z_loss(f.route(a.array(Z), CONFIG), coeff=a.array(np.ones((), np.float32))),
+    ),
+    "coeff nan": (
+        ValueError,
+        "coeff must be finite, got nan",
+        lambda f, a: f.z_loss(f.route(a.array(Z), CONFIG), coeff=float("nan")),
+    ),
+    "too many rows": (
+        ValueError,
+        "the plan must have fewer than 2\\^31 rows, got 8589934592",
+        lambda f, a: f.plan_dispatch(a.array(IDS), 8, alignment=2**30),
+    ),
+    "capacity array": (
+        TypeError,
+        "capacity must be an int, got ndarray",
+        lambda f, a: f.plan_dispatch(a.array(IDS), 8, capacity=np.array(3)),
+    ),
+    "gate dtype object": (
+        ValueError,
+        "gate_dtype must be one of 'float32', 'bfloat16', 'float16', got Float32DType",
+        lambda f, a: f.moe(a.array(X), params(a), CONFIG, gate_dtype=np.dtype("float32")),
+    ),
+    "expert bias dtype": (
+        TypeError,
+        "params.expert_bias must be float32, got float16",
+        lambda f, a: f.moe(a.array(X), params(a, expert_bias=Z[0].astype(np.float16)), CONFIG),
     ),
     "sequences range": (
         ValueError,
@@ -126,7 +194,7 @@ CASES = {
     ),
     "alignment": (
         ValueError,
-        "alignment must be at least 1, got 0",
+        "alignment must be between 1 and 2147483647, got 0",
         lambda f, a: f.plan_dispatch(a.array(IDS), 8, alignment=0),
     ),
     "max_rows": (
@@ -232,12 +300,17 @@ def test_both_front_ends_use_the_same_words(case: str, jax_adapter, torch_adapte
         with pytest.raises(error) as caught:
             call(adapter.functions, adapter)
         messages.append(
-            str(caught.value).replace("jax.Array", "array").replace("torch.Tensor", "array")
+            str(caught.value)
+            .replace("jax.Array", "array")
+            .replace("torch.Tensor", "array")
+            .replace("got ArrayImpl", "got Tensor")
         )
     assert messages[0] == messages[1]
 
 
 CONFIGS = {
+    "eps float32": (ValueError, "eps must be a float32 number, got 1e[+]39", dict(eps=1e39)),
+    "scale huge": (ValueError, "scale must be finite, got inf", dict(scale=10**400)),
     "top_k above": (
         ValueError,
         r"top_k must be between 1 and the number of experts \(4\), got 5",
@@ -307,6 +380,10 @@ def test_config_json() -> None:
     config = RouterConfig(8, 2, score="sigmoid", eps=1e-20, scale=2.5, normalize="if_k_gt_1")
     assert RouterConfig.from_json(config.to_json()) == config
     assert hash(RouterConfig.from_json(config.to_json())) == hash(config)
+    for text in ("null", "[]", "{}"):
+        with pytest.raises(ValueError, match="a JSON object with num_experts and top_k"):
+            RouterConfig.from_json(text)
+    assert RouterConfig(np.int64(8), np.int32(2)) == RouterConfig(8, 2)
     with pytest.raises(ValueError, match="unknown router option 'jitter'; allowed: counts, eps"):
         RouterConfig.from_json('{"num_experts": 8, "top_k": 2, "jitter": 0.1}')
 

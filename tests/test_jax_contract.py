@@ -426,3 +426,95 @@ def test_one_program_on_every_device_at_once(rng) -> None:
     for _ in range(5):
         out = f(z)
     np.testing.assert_array_equal(out[0], jf.route(np.asarray(z), config).weights)
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("spec", [P(None, "b"), P("a", "b"), P("a")], ids=str)
+def test_explicit_mesh_with_two_token_axes(spec: P, rng) -> None:
+    """[B, S, D] sharded on either axis: merging them needs S whole."""
+    parameters, x = block_parameters(rng, 8, 16, 32), normal(rng, (4, 6, 16))
+    mask = rng.random((4, 6)) < 0.8
+
+    def loss(x, mask, *p):
+        out = jf.moe(x, MoEParams(*p), CONFIG, token_mask=mask)
+        return (out.output**2).sum() + out.load_balancing_loss
+
+    want = jax.grad(loss)(x, mask, *parameters)
+    grid = mesh((2, 2), ("a", "b"), AxisType.Explicit)
+    with jax.set_mesh(grid):
+        arrays = [jax.device_put(a, NamedSharding(grid, spec)) for a in (x, mask)]
+        got = jax.jit(jax.grad(loss))(*arrays, *parameters)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_eager_vmap_compiles_once(rng) -> None:
+    """A fresh closure per call would compile, and leak, every time."""
+    z = jnp.asarray(normal(rng, (2, 6, 8)))
+    route = jax.vmap(lambda z: jf.route(z, CONFIG).weights)
+    route(z)
+    with jax.log_compiles(False):
+        before = jax_compiles()
+        for _ in range(3):
+            route(z)
+        assert jax_compiles() == before
+
+
+def jax_compiles() -> int:
+    """How many programs this process has compiled."""
+    return COMPILES[0]
+
+
+COMPILES = [0]
+
+
+def _count(event: str, *_: object, **__: object) -> None:
+    COMPILES[0] += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def test_masked_tokens_may_hold_anything(rng) -> None:
+    """NaN in a masked token reaches no loss and no gradient."""
+    parameters, values = block_parameters(rng, 8, 16, 32), normal(rng, (6, 16))
+    mask = np.array([True, True, False, True, False, True])
+
+    def loss(x, *p):
+        out = jf.moe(x, MoEParams(*p), CONFIG, token_mask=mask)
+        return (jnp.where(mask[:, None], out.output, 0) ** 2).sum() + out.load_balancing_loss
+
+    results = []
+    for poison in (0.0, np.nan, np.inf):
+        x = np.where(mask[:, None], values, np.float32(poison))
+        results.append(jax.value_and_grad(loss, range(5))(x, *parameters))
+    for other in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], other)
+    assert np.all(results[0][1][0][~mask] == 0)
+
+
+def test_wild_numpy_ids_do_not_wrap(rng) -> None:
+    """Without x64 JAX would keep the low 32 bits of an id."""
+    z = normal(rng, (1, 8))
+    routing = jf.route(z, CONFIG, indices=np.array([[2**40, 2**40 + 3]]))
+    assert np.all(np.asarray(routing.indices) == -1) and int(routing.expert_counts.sum()) == 0
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("kinds", ["EE", "EA", "AE", "AA"])
+def test_shard_map_over_one_axis_of_a_mesh(kinds: str, check_vma: bool, rng) -> None:
+    """The other axis may be Auto or Explicit."""
+    types = tuple({"E": AxisType.Explicit, "A": AxisType.Auto}[k] for k in kinds)
+    grid = jax.make_mesh((2, 2), ("a", "b"), axis_types=types)
+    z = normal(rng, (16, 8))
+
+    def local(z):
+        return jf.load_balancing_loss(jf.route(z, CONFIG), CONFIG, axis_name="a")
+
+    with jax.set_mesh(grid):
+        mapped = jax.shard_map(
+            local, in_specs=P("a"), out_specs=P(), axis_names={"a"}, check_vma=check_vma
+        )
+        got = jax.jit(mapped)(z)
+    want = jf.load_balancing_loss(jf.route(z, CONFIG), CONFIG)
+    np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.torch,
     # torch's own, from inside torch.compile.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning"),
 ]
 
 CONFIG = RouterConfig(8, 2, score="sigmoid")
@@ -349,3 +349,97 @@ def test_losses_over_a_process_group(rng) -> None:
     # The objective that averaging optimises is the mean of the ranks' equal losses.
     grad = np.concatenate([g for *_, g in results]) / world
     np.testing.assert_allclose(grad, whole.grad, rtol=1e-5, atol=1e-8)
+
+
+# -- torch.func and forward-mode AD ----------------------------------------------------------------
+
+
+def test_func_transforms(parameters, rng) -> None:
+    """grad, vjp, jacrev and vmap of grad give autograd's bits."""
+    x = torch.from_numpy(normal(rng, (3, 6, 16)))
+    plain = [p.detach() for p in parameters]
+    want = [torch.autograd.grad(total(leaf, parameters), leaf)[0] for leaf in map(leaf_of, x)]
+    f = lambda x: total(x, plain)
+    got = torch.func.vmap(torch.func.grad(f))(x)
+    assert torch.equal(torch.func.grad(f)(x[1]), want[1])
+    assert torch.equal(torch.func.vjp(f, x[2])[1](torch.tensor(1.0))[0], want[2])
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    z = torch.from_numpy(normal(rng, (3, 8)))
+    jacobian = torch.func.jacrev(lambda z: tf.route(z, CONFIG).weights)(z)
+    single = leaf_of(z)
+    (row,) = torch.autograd.grad(tf.route(single, CONFIG).weights[1, 0], single)
+    assert torch.equal(jacobian[1, 0], row)
+
+
+def leaf_of(x: torch.Tensor) -> torch.Tensor:
+    return x.clone().requires_grad_()
+
+
+def test_forward_mode_is_an_error(parameters, rng) -> None:
+    z = torch.from_numpy(normal(rng, (3, 8)))
+    for transform in (
+        lambda: torch.func.jvp(lambda z: tf.swiglu(z, z), (z,), (z,)),
+        lambda: torch.func.jacfwd(lambda z: tf.route(z, CONFIG).weights)(z),
+        lambda: torch.func.hessian(lambda z: tf.z_loss(tf.route(z, CONFIG)))(z),
+    ):
+        with pytest.raises(RuntimeError, match=r"no forward-mode derivative|no derivative"):
+            transform()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        tf.swiglu(torch.autograd.forward_ad.make_dual(z, z), z)
+    x = torch.from_numpy(normal(rng, (3, 16)))
+    plain = [p.detach() for p in parameters]
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.func.jvp(lambda x: total(x, plain), (x,), (x,))
+
+
+def test_vmap_over_nothing() -> None:
+    assert torch.func.vmap(tf.swiglu)(torch.zeros(0, 5, 8), torch.zeros(0, 5, 8)).shape == (0, 5, 8)
+    assert torch.func.vmap(lambda z: tf.route(z, CONFIG).weights)(torch.zeros(0, 4, 8)).shape == (
+        0,
+        4,
+        2,
+    )
+
+
+def test_options_from_shapes_under_compile(parameters, rng) -> None:
+    torch._dynamo.reset()
+    plain = [p.detach() for p in parameters]
+
+    def f(x):
+        p = MoEParams(*plain)
+        out = tf.moe(x, p, CONFIG, num_sequences=x.shape[0], capacity=x.shape[0] * x.shape[1] // 2)
+        return out.output
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (8, 12, 6, 10):
+        x = torch.from_numpy(normal(rng, (n, 3, 16)))
+        assert torch.equal(compiled(x), f(x))
+
+
+def test_residual_in_place(parameters, rng) -> None:
+    """The input may be changed in place after the block has read it."""
+    x = leaf(normal(rng, (6, 16)))
+    plain = [p.detach() for p in parameters]
+    y = x * 1.0
+    y.add_(tf.moe(y, MoEParams(*plain), CONFIG).output.detach())
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_masked_tokens_may_hold_anything(parameters, rng) -> None:
+    """NaN in a masked token reaches no loss and no gradient."""
+    values = normal(rng, (6, 16))
+    mask = torch.tensor([True, True, False, True, False, True])
+    results = []
+    for poison in (0.0, float("nan"), float("inf")):
+        x = values.copy()
+        x[~mask.numpy()] = poison
+        x = leaf(x)
+        out = tf.moe(x, MoEParams(*parameters), CONFIG, token_mask=mask)
+        loss = out.output[mask].square().sum() + out.load_balancing_loss + out.z_loss
+        results.append([loss, *torch.autograd.grad(loss, [x, *parameters])])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+    assert torch.all(results[0][1][~mask] == 0)

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,31 @@ def call(
     op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """Run an op; the result is a tuple, of one output too."""
+    if not _transforming():
+        return _call_operator(op, inputs, attributes)
+    result = _function(op.name).apply(*inputs, *op.attribute_values(attributes))
+    return result if isinstance(result, tuple) else (result,)
+
+
+def _call_operator(
+    op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
     result = overload(op)(*inputs, *op.attribute_values(attributes))
     return result if isinstance(result, tuple) else (result,)
+
+
+def _transforming() -> bool:
+    """Inside torch.func's transforms or forward-mode AD.
+
+    What torch.library.register_autograd makes does not work under torch.func, and drops tangents
+    without an error; there an op is called as an autograd.Function with the same rules.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def _split(op: ops.Op, args: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -70,7 +94,12 @@ def _register_fake(op: ops.Op) -> None:
     torch.library.register_fake(f"duomoe::{op.name}", fake)
 
 
-def _register_gradient(op: ops.Op) -> None:
+SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
+Backward = Callable[..., Any]
+
+
+def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
+    """setup_context and backward of an op with a gradient."""
     steps = op.gradient_steps
     kept = sorted({source for step in steps for source in step.sources if source[0] != "grad"})
 
@@ -80,13 +109,12 @@ def _register_gradient(op: ops.Op) -> None:
         pool = {"input": tensors, "output": outputs}
         ctx.save_for_backward(*(pool[kind][i] for kind, i in kept))
         ctx.input_dtypes = _shapes(tensors)[1]
-        ctx.output_shapes = [(o.shape, o.device) for o in outputs]
+        ctx.output_kinds = [(o.shape, o.dtype, o.device) for o in outputs]
         integers = [o for o, spec in zip(outputs, op.outputs, strict=True) if not spec.is_float]
         ctx.mark_non_differentiable(*integers)
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         saved = dict(zip(kept, ctx.saved_tensors, strict=True))
-        output_dtypes = _gradient_dtypes(op, ctx.attributes, ctx.input_dtypes)
 
         def fetch(source: tuple[str, int]) -> torch.Tensor | None:
             kind, i = source
@@ -94,80 +122,99 @@ def _register_gradient(op: ops.Op) -> None:
                 return saved[source]
             if grads[i] is not None:
                 return grads[i]
-            shape, device = ctx.output_shapes[i]
-            return torch.zeros(shape, dtype=DTYPES[output_dtypes[i]], device=device)
+            shape, dtype, device = ctx.output_kinds[i]
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         result: list[Any] = [None] * (len(op.inputs) + len(op.attributes))
         for step in steps:
             if not any(ctx.needs_input_grad[i] for i in step.targets):
                 continue
             attributes = op.gradient_attributes(step, ctx.attributes, ctx.input_dtypes)
-            for target, gradient in zip(
-                step.targets,
-                call(step.op, [fetch(s) for s in step.sources], attributes),
-                strict=True,
-            ):
+            gradients = call(step.op, [fetch(s) for s in step.sources], attributes)
+            for target, gradient in zip(step.targets, gradients, strict=True):
                 if ctx.needs_input_grad[target]:
                     result[target] = gradient
         return tuple(result)
 
-    torch.library.register_autograd(f"duomoe::{op.name}", backward, setup_context=setup_context)
+    return setup_context, backward
 
 
-def _gradient_dtypes(
-    op: ops.Op, attributes: dict[str, Any], input_dtypes: Sequence[str | None]
-) -> list[str]:
-    variables = {
-        spec.dtype: dtype
-        for spec, dtype in zip(op.inputs, input_dtypes, strict=True)
-        if spec.dtype[0] == "<" and dtype
-    }
-    return [
-        variables[o.dtype]
-        if o.dtype[0] == "<"
-        else attributes[o.dtype[1:]]
-        if o.dtype[0] == "@"
-        else o.dtype
-        for o in op.outputs
-    ]
-
-
-def _register_no_gradient(op: ops.Op) -> None:
-    """A backward op refuses to be differentiated, rather than count as a constant."""
+def _refusing_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
+    """Those of an op without a gradient: it refuses, rather than count as a constant."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        outputs = output if isinstance(output, tuple) else (output,)
+        integers = [o for o, spec in zip(outputs, op.outputs, strict=True) if not spec.is_float]
+        ctx.mark_non_differentiable(*integers)
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(ops.not_twice_differentiable(op.name))
 
-    torch.library.register_autograd(f"duomoe::{op.name}", backward, setup_context=setup_context)
+    return setup_context, backward
 
 
-def _register_vmap(op: ops.Op) -> None:
+def _rules(op: ops.Op) -> tuple[SetupContext, Backward]:
+    return _gradient_rules(op) if op.backward else _refusing_rules(op)
+
+
+def _vmap_rule(op: ops.Op, run: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
+    """One call of `run` per slice."""
+
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-        slices = [
-            overload(op)(
-                *(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True))
+        def slice_of(i: int) -> tuple[Sequence[Any], dict[str, Any]]:
+            return _split(
+                op,
+                [a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)],
             )
-            for i in range(info.batch_size)
-        ]
-        if len(op.outputs) == 1:
-            return torch.stack(slices), 0
-        return tuple(torch.stack(parts) for parts in zip(*slices, strict=True)), (0,) * len(
-            op.outputs
-        )
 
-    torch.library.register_vmap(f"duomoe::{op.name}", rule)
+        if info.batch_size == 0:
+            tensors, attributes = _split(op, args)
+            shapes, dtypes = _shapes(tensors)
+            for i, d in enumerate(in_dims[: len(tensors)]):
+                if d is not None:
+                    shapes[i] = [n for axis, n in enumerate(shapes[i]) if axis != d]
+            device = next(t for t in tensors if t is not None).device
+            outputs = [
+                torch.empty((0, *shape), dtype=DTYPES[dtype], device=device)
+                for shape, dtype in op.infer(shapes, dtypes, attributes)
+            ]
+        else:
+            results = [run(op, *slice_of(i)) for i in range(info.batch_size)]
+            outputs = [torch.stack(parts) for parts in zip(*results, strict=True)]
+        return _results(op, outputs), 0 if len(outputs) == 1 else (0,) * len(outputs)
+
+    return rule
+
+
+@functools.cache
+def _function(name: str) -> type[torch.autograd.Function]:
+    """An op as an autograd.Function that torch.func can transform."""
+    op = ops.table()[name]
+    setup_context, backward = _rules(op)
+
+    def forward(*args: Any) -> Any:
+        return overload(op)(*args)
+
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(f"duomoe: {name} has no forward-mode derivative")
+
+    members = {
+        "forward": forward,
+        "setup_context": setup_context,
+        "backward": backward,
+        "jvp": jvp,
+        "vmap": _vmap_rule(op, call),
+    }
+    return type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in members.items()})
 
 
 def register() -> None:
     """Load the binding and complete its operators; called once, when torch_frontend is imported."""
     torch.ops.load_library(str(BINDING))
     for op in ops.table().values():
+        qualified = f"duomoe::{op.name}"
         _register_fake(op)
-        if op.backward:
-            _register_gradient(op)
-        elif any(o.is_float for o in op.outputs):
-            _register_no_gradient(op)
-        _register_vmap(op)
+        if any(o.is_float for o in op.outputs):
+            setup_context, backward = _rules(op)
+            torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+        torch.library.register_vmap(qualified, _vmap_rule(op, _call_operator))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,31 +17,47 @@ TABLE = ops.table()
 
 
 class _Fork(torch.autograd.Function):
+    """A tensor twice.
+
+    The outputs share its memory without being views of it, so that it may be changed in place
+    afterwards. No jvp: torch.compile refuses a Function that has one, and forward-mode AD is an
+    error without it too.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.view_as(x), x.view_as(x)
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.detach(), x.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (total,) = bind.call(TABLE["add"], grads, {})
         return total
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None], x: torch.Tensor) -> Any:
+        return _Fork.apply(x), (in_dims[0], in_dims[0])
+
 
 class _AllSum(torch.autograd.Function):
     """All-reduce; the backward all-reduces the cotangents, as torch.distributed.nn does."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
+    def forward(x: torch.Tensor, group: Any) -> torch.Tensor:
         total = x.clone()
         torch.distributed.all_reduce(total, group=group)
         return total
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.group = inputs[1]
+
+    @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grads[0].clone()
-        torch.distributed.all_reduce(total, group=ctx.group)
-        return total, None
+        return _AllSum.apply(grads[0], ctx.group), None
 
 
 class TorchFrontEnd:
@@ -94,10 +111,19 @@ class TorchFrontEnd:
         spec.bind(shapes, dtypes, attributes)
         return bind.call(spec, inputs, dict(attributes))
 
+    def merge_leading(self, x: torch.Tensor, kept: int) -> torch.Tensor:
+        """`x` with all axes but the last `kept` merged into one."""
+        split = x.dim() - kept
+        return x.reshape((math.prod(x.shape[:split]), *x.shape[split:]))
+
     def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` twice, its cotangents joined by the core."""
         return _Fork.apply(x)
 
     def all_sum(self, x: torch.Tensor, over: Any) -> torch.Tensor:
         """The sum over the ranks of a process group."""
+        if not isinstance(over, torch.distributed.ProcessGroup):
+            raise TypeError(
+                f"group must be a torch.distributed.ProcessGroup, got {type(over).__name__}"
+            )
         return _AllSum.apply(x, over)

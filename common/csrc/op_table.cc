@@ -58,12 +58,14 @@ std::vector<OpSpec> make_table() {
   // --- gate ------------------------------------------------------------------------------------
   ops.push_back({
       .name = "gate",
-      .summary =
-          "logits = x . router + router_bias: operands rounded to gate_dtype, summed in float32, "
-          "rounded once to gate_dtype.",
+      .summary = "logits = x . router + router_bias: operands rounded to gate_dtype, summed in "
+                 "float32, rounded once "
+                 "to gate_dtype. A masked token's logits are 0, and it takes part in no gradient, "
+                 "whatever its x holds.",
       .inputs = {{"x", "T D", "<x>"},
                  {"router", "D E", "<w>"},
-                 {"router_bias", "E", "<b>", kOptional}},
+                 {"router_bias", "E", "<b>", kOptional},
+                 {"token_mask", "T", "bool", kOptional}},
       .outputs = {{"logits", "T E", "@gate_dtype"}},
       .attributes = {dtype("gate_dtype")},
       .backward = {"gate_bwd_x", "gate_bwd_params"},
@@ -72,7 +74,9 @@ std::vector<OpSpec> make_table() {
   ops.push_back({
       .name = "gate_bwd_x",
       .summary = "grad_x = grad_logits . router^T.",
-      .inputs = {{"grad_logits", "T E", "@gate_dtype"}, {"router", "D E", "<w>"}},
+      .inputs = {{"grad_logits", "T E", "@gate_dtype"},
+                 {"router", "D E", "<w>"},
+                 {"token_mask", "T", "bool", kOptional}},
       .outputs = {{"grad_x", "T D", "@x_dtype"}},
       .attributes = {dtype("gate_dtype"), dtype("x_dtype", "x")},
       .shard_axes = "T",
@@ -81,7 +85,9 @@ std::vector<OpSpec> make_table() {
       .name = "gate_bwd_params",
       .summary =
           "grad_router = x^T . grad_logits and grad_router_bias = sum over tokens of grad_logits.",
-      .inputs = {{"grad_logits", "T E", "@gate_dtype"}, {"x", "T D", "<x>"}},
+      .inputs = {{"grad_logits", "T E", "@gate_dtype"},
+                 {"x", "T D", "<x>"},
+                 {"token_mask", "T", "bool", kOptional}},
       .outputs = {{"grad_router", "D E", "@router_dtype"},
                   {"grad_router_bias", "E", "@router_bias_dtype"}},
       .attributes = {dtype("gate_dtype"), dtype("router_dtype", "router"),

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "data_checks.h"
+#include "fp_mode.h"
 #include "options.h"
 #include "version.h"
 
@@ -263,6 +264,8 @@ Status run(int index, Backend backend, std::span<const TensorView> inputs,
                                                    "the arguments to the CPU"
                                                  : ": has no CPU kernel")};
   }
+  // Options become float32 on this thread too.
+  const ScopedFpMode mode;
   try {
     if (Status s = check_options(call); !s.ok()) return {op.name + ": " + s.message};
     const bool check_data = debug_checks();

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import numbers
-import operator
 from typing import Any, Literal
+
+from duomoe import arguments
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 SCORE_SCOPES = ("all", "selected")
@@ -23,24 +22,6 @@ def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     # `is` for the bools, since 1 == True.
     if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
-def _integer(name: str, value: Any, low: int | None, high: int | None = None) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    value = operator.index(value)
-    if (low is not None and value < low) or (high is not None and value > high):
-        bound = f"between {low} and {high}" if high is not None else f"at least {low}"
-        raise ValueError(f"{name} must be {bound}, got {value}")
-    return value
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a float, got {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +84,10 @@ class RouterConfig:
         self._set_integer("group_top_k", 1, self.num_groups)
         self._set_integer("group_score_k", 1)
         for name in ("eps", "scale"):
-            object.__setattr__(self, name, _number(name, getattr(self, name)))
+            value = arguments.number(name, getattr(self, name))
+            if abs(value) > arguments.FLOAT32_MAX:
+                raise ValueError(f"{name} must be a float32 number, got {value}")
+            object.__setattr__(self, name, value)
         if self.eps < 0:
             raise ValueError(f"eps must not be negative, got {self.eps}")
         if self.num_experts % self.num_groups:
@@ -132,7 +116,7 @@ class RouterConfig:
 
     def _set_integer(self, name: str, low: int | None, high: int | None = None) -> None:
         # A NumPy integer becomes an int, so that equal configs hash and serialise alike.
-        object.__setattr__(self, name, _integer(name, getattr(self, name), low, high))
+        object.__setattr__(self, name, arguments.integer(name, getattr(self, name), low, high))
 
     def attributes(self, *, num_sequences: int) -> dict[str, Any]:
         """The static attributes of the core's `route` op."""
@@ -167,9 +151,13 @@ class RouterConfig:
         """Make a config from what `to_json` wrote.
 
         Raises:
-            ValueError: on an option that RouterConfig does not have.
+            ValueError: on text that is no such object, or an option that RouterConfig lacks.
         """
         options = json.loads(text)
+        if not isinstance(options, dict) or not {"num_experts", "top_k"} <= set(options):
+            raise ValueError(
+                f"a router config is a JSON object with num_experts and top_k, got {text[:80]!r}"
+            )
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(options) - known):
             raise ValueError(

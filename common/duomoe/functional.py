@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
+from duomoe import arguments
+from duomoe.arguments import Record
 from duomoe.config import RouterConfig
 from duomoe.ops import FLOAT_DTYPES, table
 from duomoe.results import Array, DispatchPlan, MoEOutput, MoEParams, Routing
-
-Record = TypeVar("Record")
 
 INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
 
@@ -51,28 +51,14 @@ class FrontEnd(Protocol):
     ) -> tuple[Array, ...]:
         """Run an op of the table."""
 
+    def merge_leading(self, x: Array, kept: int) -> Array:
+        """`x` with all axes but the last `kept` merged into one."""
+
     def fork(self, x: Array) -> tuple[Array, Array]:
         """`x` twice; the cotangents are joined by the core's `add`, in float32 and rounded once."""
 
     def all_sum(self, x: Array, over: Any) -> Array:
         """The sum over a mesh axis (JAX) or a process group (torch); differentiable."""
-
-
-def _same_length(name: str, given: Sequence[int], wanted: Sequence[int], letters: str) -> None:
-    if tuple(given) != tuple(wanted):
-        raise ValueError(f"{name} must have shape [{letters}] = {list(wanted)}, got {list(given)}")
-
-
-def _at_least(name: str, value: Any, low: int) -> None:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {value!r}")
-    if value < low:
-        raise ValueError(f"{name} must be at least {low}, got {value}")
-
-
-def _one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def plan_rows(
@@ -81,7 +67,9 @@ def plan_rows(
     """R, the rows that a plan needs in the worst case: every expert's block padded to
     `alignment`.
     """
-    rows = (slots + min(num_experts, slots) * (alignment - 1)) // alignment * alignment
+    rows = slots
+    if alignment > 1:
+        rows = (slots + min(num_experts, slots) * (alignment - 1)) // alignment * alignment
     if capacity is not None:
         rows = min(rows, num_experts * (-(-capacity // alignment) * alignment))
     return rows if max_rows is None else min(rows, max_rows)
@@ -102,9 +90,23 @@ class Functions:
             raise ValueError(f"{name} must have shape [{letters}], got {list(value.shape)}")
         return value
 
-    def _indices(self, indices: Any, letters: str) -> Array:
+    def _float_array(self, name: str, value: Any, rank: int, letters: str) -> Array:
+        value = self._array(name, value, rank, letters)
+        dtype = self._frontend.dtype(value)
+        if dtype not in FLOAT_DTYPES:
+            raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
+        return value
+
+    def _mask(self, token_mask: Any, wanted: Sequence[int], letters: str) -> Array:
+        token_mask = self._frontend.check_array("token_mask", token_mask)
+        arguments.shape("token_mask", token_mask.shape, wanted, letters)
+        if (dtype := self._frontend.dtype(token_mask)) != "bool":
+            raise TypeError(f"token_mask must be bool, got {dtype}")
+        return token_mask
+
+    def _indices(self, indices: Any) -> Array:
         """Integer ids as int32; an id that int32 cannot hold becomes its largest or smallest."""
-        indices = self._array("indices", indices, 2, letters)
+        indices = self._frontend.check_array("indices", indices)
         dtype = self._frontend.dtype(indices)
         if dtype not in INTEGER_DTYPES:
             raise TypeError(f"indices must be an integer array, got {dtype}")
@@ -112,11 +114,22 @@ class Functions:
             indices = self._frontend.clip(indices, 0 if dtype == "uint32" else -(2**31), 2**31 - 1)
         return indices if dtype == "int32" else self._frontend.cast(indices, "int32")
 
+    def _call(
+        self, op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> tuple[Array, ...]:
+        """Run an op; a field of a record that is no array is refused by its name."""
+        specs = self._table[op].inputs
+        checked = [
+            None if x is None else self._frontend.check_array(f"{op}: {spec.name}", x)
+            for spec, x in zip(specs, inputs, strict=True)
+        ]
+        return self._frontend.call(op, checked, attributes)
+
     def _record(
         self, record: type[Record], op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]
     ) -> Record:
         """Run an op whose outputs have the names of a record's fields."""
-        outputs = self._frontend.call(op, inputs, attributes)
+        outputs = self._call(op, inputs, attributes)
         return record(
             **{spec.name: out for spec, out in zip(self._table[op].outputs, outputs, strict=True)}
         )
@@ -158,8 +171,7 @@ class Functions:
             ValueError: on a shape or option that does not fit; TypeError: on a dtype that is not
                 allowed.
         """
-        if not isinstance(config, RouterConfig):
-            raise TypeError(f"config must be a RouterConfig, got {type(config).__name__}")
+        arguments.record("config", config, RouterConfig)
         logits = self._array("logits", logits, 2, "T, E")
         tokens, experts = logits.shape
         if experts != config.num_experts:
@@ -167,19 +179,14 @@ class Functions:
                 f"logits must have shape [T, E] with E = config.num_experts = "
                 f"{config.num_experts}, got {list(logits.shape)}"
             )
-        _at_least("num_sequences", num_sequences, 1)
-        if tokens % num_sequences:
-            raise ValueError(
-                f"the number of tokens ({tokens}) must be divisible by "
-                f"num_sequences ({num_sequences})"
-            )
+        num_sequences = self._num_sequences(num_sequences, tokens)
         if bias is not None:
             bias = self._frontend.stop_gradient(self._array("bias", bias, 1, "E"))
         if indices is not None:
-            indices = self._indices(indices, "T, K")
-            _same_length("indices", indices.shape, (tokens, config.top_k), "T, K")
+            indices = self._indices(indices)
+            arguments.shape("indices", indices.shape, (tokens, config.top_k), "T, K")
         if token_mask is not None:
-            token_mask = self._array("token_mask", token_mask, 1, "T")
+            token_mask = self._mask(token_mask, (tokens,), "T")
         return self._record(
             Routing,
             "route",
@@ -187,24 +194,48 @@ class Functions:
             config.attributes(num_sequences=num_sequences),
         )
 
+    def _num_sequences(self, num_sequences: Any, tokens: int) -> int:
+        num_sequences = arguments.integer("num_sequences", num_sequences, 1)
+        if tokens % num_sequences:
+            raise ValueError(
+                f"the number of tokens ({tokens}) must be divisible by "
+                f"num_sequences ({num_sequences})"
+            )
+        return num_sequences
+
     # -- losses ------------------------------------------------------------------------------------
 
     def _load_balancing_loss(
         self, routing: Routing, config: RouterConfig, coeff: float, over: Any
     ) -> Array:
+        arguments.record("routing", routing, Routing)
+        arguments.record("config", config, RouterConfig)
+        coeff = arguments.number("coeff", coeff)
         counts, sums, tokens = routing.sequence_counts, routing.score_sums, routing.num_tokens
+        experts = self._frontend.check_array("routing.sequence_counts", counts).shape[-1]
+        if experts != config.num_experts:
+            raise ValueError(
+                f"routing is of {experts} experts, config.num_experts is {config.num_experts}"
+            )
+        if routing.indices is not None and routing.indices.shape[-1] != config.top_k:
+            raise ValueError(
+                f"routing is of {routing.indices.shape[-1]} experts per token, "
+                f"config.top_k is {config.top_k}"
+            )
         if over is not None:
             counts, sums, tokens = (self._frontend.all_sum(a, over) for a in (counts, sums, tokens))
-        (loss,) = self._frontend.call(
+        (loss,) = self._call(
             "load_balancing_loss", (counts, sums, tokens), {"top_k": config.top_k, "coeff": coeff}
         )
         return loss
 
     def _z_loss(self, routing: Routing, coeff: float, over: Any) -> Array:
+        arguments.record("routing", routing, Routing)
+        coeff = arguments.number("coeff", coeff)
         squares, tokens = routing.logsumexp_sq, routing.num_tokens
         if over is not None:
             squares, tokens = (self._frontend.all_sum(a, over) for a in (squares, tokens))
-        (loss,) = self._frontend.call("z_loss", (squares, tokens), {"coeff": coeff})
+        (loss,) = self._call("z_loss", (squares, tokens), {"coeff": coeff})
         return loss
 
     # -- dispatch ----------------------------------------------------------------------------------
@@ -242,35 +273,48 @@ class Functions:
         Raises:
             ValueError, TypeError: on an option, shape or dtype that does not fit.
         """
-        _at_least("num_experts", num_experts, 1)
-        _at_least("alignment", alignment, 1)
-        _one_of("drop_order", drop_order, ("position", "weight"))
-        if capacity is not None:
-            _at_least("capacity", capacity, 0)
-        if max_rows is not None:
-            _at_least("max_rows", max_rows, 0)
-            if max_rows % alignment:
-                raise ValueError(
-                    f"max_rows ({max_rows}) must be a multiple of alignment ({alignment})"
-                )
+        num_experts = arguments.integer("num_experts", num_experts, 1, arguments.INT32_MAX - 1)
+        options = self._plan_options(capacity, drop_order, alignment, max_rows)
         if drop_order == "weight" and weights is None:
             raise ValueError("drop_order='weight' needs weights, got None")
-        indices = self._indices(indices, "T, K")
+        indices = self._indices(self._array("indices", indices, 2, "T, K"))
         if weights is not None:
             weights = self._frontend.stop_gradient(self._array("weights", weights, 2, "T, K"))
-        slots = indices.shape[0] * indices.shape[1]
+        num_rows = plan_rows(indices.shape[0] * indices.shape[1], num_experts, *options)
+        if num_rows > arguments.INT32_MAX:
+            raise ValueError(
+                f"row numbers are int32: the plan must have fewer than 2^31 rows, got {num_rows}; "
+                "lower alignment, or set max_rows"
+            )
+        capacity, alignment, _ = options
         return self._record(
             DispatchPlan,
             "plan_dispatch",
             (indices, weights),
             {
                 "num_experts": num_experts,
-                "num_rows": plan_rows(slots, num_experts, capacity, alignment, max_rows),
+                "num_rows": num_rows,
                 "capacity": -1 if capacity is None else capacity,
                 "drop_order": drop_order,
                 "alignment": alignment,
             },
         )
+
+    def _plan_options(
+        self, capacity: Any, drop_order: Any, alignment: Any, max_rows: Any
+    ) -> tuple[int | None, int, int | None]:
+        """The checked capacity, alignment and max_rows."""
+        arguments.one_of("drop_order", drop_order, ("position", "weight"))
+        alignment = arguments.integer("alignment", alignment, 1, arguments.INT32_MAX)
+        if capacity is not None:
+            capacity = arguments.integer("capacity", capacity, 0)
+        if max_rows is not None:
+            max_rows = arguments.integer("max_rows", max_rows, 0)
+            if max_rows % alignment:
+                raise ValueError(
+                    f"max_rows ({max_rows}) must be a multiple of alignment ({alignment})"
+                )
+        return capacity, alignment, max_rows
 
     def permute(self, x: Array, plan: DispatchPlan) -> Array:
         """Copy token rows into expert order: rows[r] = x[t] for the slot (t, k) of row r; padding
@@ -284,8 +328,9 @@ class Functions:
             [R, D] in x's dtype. The gradient sums a token's rows in slot order, in float32, and
             rounds once.
         """
+        arguments.record("plan", plan, DispatchPlan)
         x = self._array("x", x, 2, "T, D")
-        (rows,) = self._frontend.call("permute", (x, plan.row_of_slot, plan.slot_of_row), {})
+        (rows,) = self._call("permute", (x, plan.row_of_slot, plan.slot_of_row), {})
         return rows
 
     def combine(self, rows: Array, plan: DispatchPlan, weights: Array | None = None) -> Array:
@@ -302,12 +347,11 @@ class Functions:
         Returns:
             [T, D] in the rows' dtype. Gradients flow to rows and weights.
         """
+        arguments.record("plan", plan, DispatchPlan)
         rows = self._array("rows", rows, 2, "R, D")
         if weights is not None:
             weights = self._array("weights", weights, 2, "T, K")
-        (y,) = self._frontend.call(
-            "combine", (rows, plan.row_of_slot, plan.slot_of_row, weights), {}
-        )
+        (y,) = self._call("combine", (rows, plan.row_of_slot, plan.slot_of_row, weights), {})
         return y
 
     # -- experts -----------------------------------------------------------------------------------
@@ -327,20 +371,19 @@ class Functions:
             [R, N]; rows that belong to no slot are 0. An expert without rows has a gradient of
             exactly 0.
         """
+        arguments.record("plan", plan, DispatchPlan)
         rows = self._array("rows", rows, 2, "R, D")
         w = self._array("w", w, 3, "E, D, N")
-        out_dtype = self._float_dtype("out_dtype", out_dtype) or self._frontend.dtype(rows)
-        (out,) = self._frontend.call(
+        if out_dtype is None:
+            out_dtype = self._frontend.dtype(rows)
+        else:
+            arguments.one_of("out_dtype", out_dtype, FLOAT_DTYPES)
+        (out,) = self._call(
             "grouped_matmul",
             (rows, w, plan.expert_offsets, plan.expert_counts),
             {"out_dtype": out_dtype},
         )
         return out
-
-    def _float_dtype(self, name: str, value: str | None) -> str | None:
-        if value is not None:
-            _one_of(name, value, FLOAT_DTYPES)
-        return value
 
     def gate(
         self,
@@ -348,6 +391,7 @@ class Functions:
         router: Array,
         router_bias: Array | None = None,
         *,
+        token_mask: Array | None = None,
         gate_dtype: str = "float32",
     ) -> Array:
         """The router's product: logits = x . router + router_bias.
@@ -356,6 +400,8 @@ class Functions:
             x: [T, D] float32, bfloat16 or float16.
             router: [D, E] float32, bfloat16 or float16.
             router_bias: [E] float32, bfloat16 or float16.
+            token_mask: [T] bool; a masked token's logits are 0 and it takes part in no gradient,
+                whatever its x holds.
             gate_dtype: x and router are rounded to it, the sum is float32, the logits are rounded
                 to it.
 
@@ -366,9 +412,11 @@ class Functions:
         router = self._array("router", router, 2, "D, E")
         if router_bias is not None:
             router_bias = self._array("router_bias", router_bias, 1, "E")
-        _one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
-        (logits,) = self._frontend.call(
-            "gate", (x, router, router_bias), {"gate_dtype": gate_dtype}
+        if token_mask is not None:
+            token_mask = self._mask(token_mask, (x.shape[0],), "T")
+        arguments.one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
+        (logits,) = self._call(
+            "gate", (x, router, router_bias, token_mask), {"gate_dtype": gate_dtype}
         )
         return logits
 
@@ -384,7 +432,7 @@ class Functions:
         """
         gate = self._array("gate", gate, 2, "R, F")
         up = self._array("up", up, 2, "R, F")
-        (out,) = self._frontend.call("swiglu", (gate, up), {})
+        (out,) = self._call("swiglu", (gate, up), {})
         return out
 
     # -- block -------------------------------------------------------------------------------------
@@ -405,27 +453,36 @@ class Functions:
         gate_dtype: str,
         over: Any,
     ) -> MoEOutput:
+        # Everything is checked before the first kernel runs.
         x = self._frontend.check_array("x", x)
         if len(x.shape) < 1:
             raise ValueError("x must have shape [..., D], got []")
-        if not isinstance(params, MoEParams):
-            raise TypeError(f"params must be a MoEParams, got {type(params).__name__}")
-        if not isinstance(config, RouterConfig):
-            raise TypeError(f"config must be a RouterConfig, got {type(config).__name__}")
+        self._float_array("x", x, len(x.shape), "..., D")
+        arguments.record("params", params, MoEParams)
+        arguments.record("config", config, RouterConfig)
+        arguments.one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
+        capacity, alignment, max_rows = self._plan_options(
+            capacity, drop_order, alignment, max_rows
+        )
         leading, width = tuple(x.shape[:-1]), x.shape[-1]
-        tokens = math.prod(leading)
-        if token_mask is not None:
-            token_mask = self._frontend.check_array("token_mask", token_mask)
-            _same_length("token_mask", token_mask.shape, leading, "...")
-            token_mask = token_mask.reshape((tokens,))
-        if indices is not None:
-            indices = self._frontend.check_array("indices", indices)
-            _same_length("indices", indices.shape, (*leading, config.top_k), "..., K")
-            indices = indices.reshape((tokens, config.top_k))
+        num_sequences = self._num_sequences(num_sequences, math.prod(leading))
         self._check_params(params, width, config.num_experts)
+        if token_mask is not None:
+            token_mask = self._mask(token_mask, leading, "...")
+            token_mask = self._frontend.merge_leading(token_mask, 0)
+        if indices is not None:
+            indices = self._indices(indices)
+            arguments.shape("indices", indices.shape, (*leading, config.top_k), "..., K")
+            indices = self._frontend.merge_leading(indices, 1)
 
-        for_gate, for_rows = self._frontend.fork(x.reshape((tokens, width)))
-        logits = self.gate(for_gate, params.router, params.router_bias, gate_dtype=gate_dtype)
+        for_gate, for_rows = self._frontend.fork(self._frontend.merge_leading(x, 1))
+        logits = self.gate(
+            for_gate,
+            params.router,
+            params.router_bias,
+            token_mask=token_mask,
+            gate_dtype=gate_dtype,
+        )
         routing = self.route(
             logits,
             config,
@@ -459,16 +516,19 @@ class Functions:
         )
 
     def _check_params(self, params: MoEParams, width: int, experts: int) -> None:
-        def check(name: str, letters: str, wanted: tuple[int, ...]) -> None:
-            array = self._array(f"params.{name}", getattr(params, name), len(wanted), letters)
-            _same_length(f"params.{name}", array.shape, wanted, letters)
+        def check(name: str, letters: str, wanted: tuple[int, ...]) -> Array:
+            array = self._float_array(f"params.{name}", getattr(params, name), len(wanted), letters)
+            given = tuple(n if w < 0 else w for n, w in zip(array.shape, wanted, strict=True))
+            arguments.shape(f"params.{name}", array.shape, given, letters)
+            return array
 
         check("router", "D, E", (width, experts))
-        inner = self._array("params.w_gate", params.w_gate, 3, "E, D, F").shape[-1]
-        check("w_gate", "E, D, F", (experts, width, inner))
+        inner = check("w_gate", "E, D, F", (experts, width, -1)).shape[-1]
         check("w_up", "E, D, F", (experts, width, inner))
         check("w_down", "E, F, D", (experts, inner, width))
         if params.router_bias is not None:
             check("router_bias", "E", (experts,))
         if params.expert_bias is not None:
-            check("expert_bias", "E", (experts,))
+            bias = check("expert_bias", "E", (experts,))
+            if (dtype := self._frontend.dtype(bias)) != "float32":
+                raise TypeError(f"params.expert_bias must be float32, got {dtype}")

@@ -33,23 +33,50 @@ def _rounded(x: Array, dtype: str) -> Array:
 # -- gate ------------------------------------------------------------------------------------------
 
 
-def gate(*, x: Array, router: Array, router_bias: Array | None = None, gate_dtype: str) -> Outputs:
+def unmasked(x: Array, token_mask: Array | None) -> Array:
+    """x[T,...] with the rows of masked tokens 0."""
+    x = _f64(x)
+    return x if token_mask is None else np.where(token_mask[:, None], x, 0.0)
+
+
+def gate(
+    *,
+    x: Array,
+    router: Array,
+    router_bias: Array | None = None,
+    token_mask: Array | None = None,
+    gate_dtype: str,
+) -> Outputs:
     """x[T,D] . router[D,E] + router_bias[E] -> logits[T,E]; x, router in gate_dtype's precision."""
-    logits = _rounded(x, gate_dtype) @ _rounded(router, gate_dtype)
-    return {"logits": logits if router_bias is None else logits + _f64(router_bias)}
+    logits = unmasked(_rounded(x, gate_dtype), token_mask) @ _rounded(router, gate_dtype)
+    logits = logits if router_bias is None else logits + _f64(router_bias)
+    return {"logits": unmasked(logits, token_mask)}
 
 
-def gate_bwd_x(*, grad_logits: Array, router: Array, gate_dtype: str, x_dtype: str) -> Outputs:
+def gate_bwd_x(
+    *,
+    grad_logits: Array,
+    router: Array,
+    token_mask: Array | None = None,
+    gate_dtype: str,
+    x_dtype: str,
+) -> Outputs:
     """grad_logits[T,E] . router[D,E]^T -> grad_x[T,D]."""
-    return {"grad_x": _f64(grad_logits) @ _rounded(router, gate_dtype).T}
+    return {"grad_x": unmasked(grad_logits, token_mask) @ _rounded(router, gate_dtype).T}
 
 
 def gate_bwd_params(
-    *, grad_logits: Array, x: Array, gate_dtype: str, router_dtype: str, router_bias_dtype: str
+    *,
+    grad_logits: Array,
+    x: Array,
+    token_mask: Array | None = None,
+    gate_dtype: str,
+    router_dtype: str,
+    router_bias_dtype: str,
 ) -> Outputs:
     """x[T,D]^T . grad_logits[T,E] -> grad_router[D,E]; sum over T -> grad_router_bias[E]."""
-    g = _f64(grad_logits)
-    return {"grad_router": _rounded(x, gate_dtype).T @ g, "grad_router_bias": g.sum(axis=0)}
+    g, x = unmasked(grad_logits, token_mask), unmasked(_rounded(x, gate_dtype), token_mask)
+    return {"grad_router": x.T @ g, "grad_router_bias": g.sum(axis=0)}
 
 
 # -- route -----------------------------------------------------------------------------------------

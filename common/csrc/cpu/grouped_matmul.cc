@@ -34,7 +34,7 @@ void zero_other_rows(const Call& call, const std::vector<Group>& groups, const T
   const Rows rows(view, width);
   int64_t end = 0;
   auto clear = [&](int64_t begin, int64_t until) {
-    if (until > begin) std::memset(rows[begin], 0, (until - begin) * rows.bytes);
+    if (until > begin && rows.bytes > 0) std::memset(rows[begin], 0, (until - begin) * rows.bytes);
   };
   for (const Group& g : groups) {
     if (g.rows == 0) continue;
@@ -97,6 +97,16 @@ DUOMOE_KERNEL(kCpu, grouped_matmul_bwd_w) {
   return {};
 }
 
+// Clears the rows of masked tokens, of a [T, width] result.
+void clear_masked(const Call& call, const TensorView& view, int64_t width) {
+  const TensorView& mask = call.in("token_mask");
+  if (!mask.present() || width == 0) return;
+  const Rows rows(view, width);
+  for (int64_t t = 0; t < call.axis('T'); ++t) {
+    if (!mask.as<const uint8_t>()[t]) std::memset(rows[t], 0, rows.bytes);
+  }
+}
+
 DUOMOE_KERNEL(kCpu, gate) {
   const int64_t t = call.axis('T'), d = call.axis('D'), e = call.axis('E');
   const TensorView& bias = call.in("router_bias");
@@ -110,6 +120,7 @@ DUOMOE_KERNEL(kCpu, gate) {
                  .bias = bias.data,
                  .bias_dtype = bias.dtype}},
                call.out("logits").dtype);
+  clear_masked(call, call.out("logits"), e);
   return {};
 }
 
@@ -123,19 +134,22 @@ DUOMOE_KERNEL(kCpu, gate_bwd_x) {
                  .columns = d,
                  .depth = e}},
                call.in("grad_logits").dtype);
+  clear_masked(call, call.out("grad_x"), d);
   return {};
 }
 
 DUOMOE_KERNEL(kCpu, gate_bwd_params) {
   const int64_t t = call.axis('T'), d = call.axis('D'), e = call.axis('E');
   const TensorView& grad = call.in("grad_logits");
+  const uint8_t* keep = call.in("token_mask").as<const uint8_t>();
   run_products(call,
                {{.a = {call.in("x"), 0, 1, d},
                  .b = {grad, 0, e, 1},
                  .c = {call.out("grad_router"), 0, e, 1},
                  .rows = d,
                  .columns = e,
-                 .depth = t}},
+                 .depth = t,
+                 .keep = keep}},
                grad.dtype);
   // Tokens in order, in blocks as a product sums them.
   const ScopedFpMode mode;
@@ -144,7 +158,9 @@ DUOMOE_KERNEL(kCpu, gate_bwd_params) {
   for (int64_t begin = 0; begin < t; begin += kTileDepth) {
     std::fill(block.begin(), block.end(), 0.0f);
     for (int64_t i = begin; i < std::min<int64_t>(t, begin + kTileDepth); ++i) {
-      simd().accumulate_scaled(grad.dtype, 1.0f, rows[i], e, block.data());
+      if (!keep || keep[i]) {
+        simd().accumulate_scaled(grad.dtype, 1.0f, rows[i], e, block.data());
+      }
     }
     simd().accumulate(block.data(), e, total.data());
   }

@@ -50,10 +50,11 @@ void product_block(const Product& p, int64_t i0, int64_t j0, DType operand_dtype
   for (int64_t k0 = 0; k0 < p.depth; k0 += kTileDepth) {
     const int64_t depth = std::min<int64_t>(kTileDepth, p.depth - k0);
     const Matrix ma = at(p.a, i0, k0), mb = at(p.b, k0, j0);
+    const uint8_t* keep = p.keep ? p.keep + k0 : nullptr;
     loops.pack_rows(ma.dtype, operand_dtype, ma.data, ma.column_stride, ma.row_stride, depth, rows,
-                    line, a);
+                    keep, line, a);
     loops.pack_columns(mb.dtype, operand_dtype, mb.data, mb.row_stride, mb.column_stride, depth,
-                       columns, line, b);
+                       columns, keep, line, b);
     for (int64_t j = 0; j < padded_columns; j += kTileColumns) {
       for (int64_t i = 0; i < padded_rows; i += tile_rows) {
         loops.product_tile(depth, a + i * depth, b + j * depth, c + i * padded_columns + j,

@@ -29,6 +29,7 @@ struct Product {
   int64_t rows, columns, depth;
   const void* bias = nullptr;  // [columns], added in float32 before the result is rounded
   DType bias_dtype = DType::kFloat32;
+  const uint8_t* keep = nullptr;  // [depth]; where it is 0, that depth of A and B counts as zero
 };
 
 // Runs the products. Operands are first rounded to `operand_dtype`. A sum over depth is taken in

@@ -35,6 +35,10 @@ void gather_sum(const Call& call, const TensorView& source, const float* weights
   });
 }
 
+void clear(const Rows& rows, int64_t row) {
+  if (rows.bytes > 0) std::memset(rows[row], 0, rows.bytes);
+}
+
 DUOMOE_KERNEL(kCpu, permute) {
   const int64_t top_k = call.axis('K'), width = call.axis('D'), slots = call.axis('T') * top_k;
   const int32_t* slot_of_row = call.in("slot_of_row").as<const int32_t>();
@@ -43,9 +47,9 @@ DUOMOE_KERNEL(kCpu, permute) {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t slot = slot_of_row[r];
       if (slot >= 0 && slot < slots) {
-        std::memcpy(rows[r], x[slot / top_k], rows.bytes);
+        if (rows.bytes > 0) std::memcpy(rows[r], x[slot / top_k], rows.bytes);
       } else {
-        std::memset(rows[r], 0, rows.bytes);
+        clear(rows, r);
       }
     }
   });
@@ -79,7 +83,7 @@ DUOMOE_KERNEL(kCpu, combine_bwd) {
         simd().scale(dtype, weights ? weights[slot] : 1.0f, grad_y[slot / top_k], width,
                      grad_rows[r]);
       } else {
-        std::memset(grad_rows[r], 0, grad_rows.bytes);
+        clear(grad_rows, r);
       }
     }
   });

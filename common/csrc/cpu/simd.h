@@ -62,10 +62,12 @@ struct SimdLoops {
   // depth_stride + i * tile_stride], one of the strides being 1; past `extent` it is 0. Values are
   // rounded to `operand_dtype`. `line` is scratch for max(depth, extent) floats.
   void (*pack_rows)(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride,
-                    int64_t tile_stride, int64_t depth, int64_t extent, float* line,
+                    int64_t tile_stride, int64_t depth, int64_t extent, const uint8_t* keep,
+                    float* line,
                     float* packed);  // in tiles of tile_rows
   void (*pack_columns)(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride,
-                       int64_t tile_stride, int64_t depth, int64_t extent, float* line,
+                       int64_t tile_stride, int64_t depth, int64_t extent, const uint8_t* keep,
+                       float* line,
                        float* packed);  // in tiles of kTileColumns
   // c[i][j] += sum over k, in order and with fma from 0, of a[k][i] * b[k][j] for i < tile_rows, j
   // < kTileColumns. a and b are packed, depth by tile_rows and depth by kTileColumns; c has row

@@ -299,7 +299,8 @@ void product_tile(int64_t depth, const float* a, const float* b, float* c, int64
 
 template <int kTile>
 void pack(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride,
-          int64_t tile_stride, int64_t depth, int64_t extent, float* line, float* packed) {
+          int64_t tile_stride, int64_t depth, int64_t extent, const uint8_t* keep, float* line,
+          float* packed) {
   const int64_t size = dtype == DType::kFloat32 ? 4 : 2;
   const bool plain = dtype == DType::kFloat32 && operand_dtype == DType::kFloat32;
   // A contiguous run as float32: the source itself, or a converted copy.
@@ -317,8 +318,14 @@ void pack(DType dtype, DType operand_dtype, const void* from, int64_t depth_stri
   }
   if (tile_stride == 1) {
     for (int64_t k = 0; k < depth; ++k) {
-      const float* x = run(k * depth_stride, extent);
       float* to = packed + k * kTile;
+      if (keep && !keep[k]) {
+        for (int64_t i = 0; i < extent; i += kTile, to += kTile * depth) {
+          for (int j = 0; j < kTile; ++j) to[j] = 0.0f;
+        }
+        continue;
+      }
+      const float* x = run(k * depth_stride, extent);
       int64_t i = 0;
       for (; i < whole; i += kTile, to += kTile * depth) {
         for (int j = 0; j < kTile; ++j) to[j] = x[i + j];

@@ -44,18 +44,22 @@ struct Product {
   DType operand_dtype;
   const void* bias;  // [columns], added in float32 before the result is rounded; may be null
   DType bias_dtype;
+  const uint8_t* keep_rows = nullptr;  // [rows]; where it is 0, that row of C is zero
+  const uint8_t* keep_depth =
+      nullptr;  // [depth]; where it is 0, that depth of A and B counts as zero
 };
 
 using Slice = float[kSlice][kTile + 4];
 
 // slice[k][i] from element (k, i) of a matrix whose depth axis has `depth_stride`; 0 past its ends.
 __device__ void load_slice(Slice& slice, const Matrix& m, int64_t depth_stride, int64_t tile_stride,
-                           int64_t depth, int64_t extent, DType operand_dtype) {
+                           int64_t depth, int64_t extent, const uint8_t* keep,
+                           DType operand_dtype) {
   for (int n = threadIdx.x; n < kTile * kSlice; n += kThreads) {
     // Neighbouring threads read neighbouring elements.
     const int k = depth_stride == 1 ? n % kSlice : n / kTile,
               i = depth_stride == 1 ? n / kSlice : n % kTile;
-    const bool inside = k < depth && i < extent;
+    const bool inside = k < depth && i < extent && (!keep || keep[k]);
     slice[k][i] =
         inside ? round_to(operand_dtype, load(m.dtype, m.data, k * depth_stride + i * tile_stride))
                : 0.0f;
@@ -69,10 +73,11 @@ __device__ void product_tile(const Product& p, int64_t i0, int64_t j0) {
             column = static_cast<int>(threadIdx.x) % kSide;
   float total[kPerThread][kPerThread] = {}, sum[kPerThread][kPerThread] = {};
   for (int64_t k0 = 0; k0 < p.depth; k0 += kSlice) {
+    const uint8_t* keep = p.keep_depth ? p.keep_depth + k0 : nullptr;
     load_slice(a, p.a.from(i0, k0), p.a.column_stride, p.a.row_stride, p.depth - k0, p.rows - i0,
-               p.operand_dtype);
+               keep, p.operand_dtype);
     load_slice(b, p.b.from(k0, j0), p.b.row_stride, p.b.column_stride, p.depth - k0, p.columns - j0,
-               p.operand_dtype);
+               keep, p.operand_dtype);
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kSlice; ++k) {
@@ -106,7 +111,8 @@ __device__ void product_tile(const Product& p, int64_t i0, int64_t j0) {
       const int64_t r = i0 + row + i * kSide, c = j0 + column + j * kSide;
       if (r >= p.rows || c >= p.columns) continue;
       const float x = p.bias ? total[i][j] + load(p.bias_dtype, p.bias, c) : total[i][j];
-      store(p.c.dtype, x, p.c.data, r * p.c.row_stride + c * p.c.column_stride);
+      const bool kept = !p.keep_rows || p.keep_rows[r];
+      store(p.c.dtype, kept ? x : 0.0f, p.c.data, r * p.c.row_stride + c * p.c.column_stride);
     }
   }
 }
@@ -139,7 +145,8 @@ DUOMOE_KERNEL(kCuda, gate) {
                             .depth = d,
                             .operand_dtype = logits.dtype,
                             .bias = bias.present() ? bias.data : nullptr,
-                            .bias_dtype = bias.dtype});
+                            .bias_dtype = bias.dtype,
+                            .keep_rows = call.in("token_mask").as<const uint8_t>()});
 }
 
 DUOMOE_KERNEL(kCuda, gate_bwd_x) {
@@ -153,7 +160,8 @@ DUOMOE_KERNEL(kCuda, gate_bwd_x) {
                             .depth = e,
                             .operand_dtype = grad.dtype,
                             .bias = nullptr,
-                            .bias_dtype = DType::kFloat32});
+                            .bias_dtype = DType::kFloat32,
+                            .keep_rows = call.in("token_mask").as<const uint8_t>()});
 }
 
 // result[e] = sum over rows, in blocks as a product sums them. A block takes 32 columns; each of
@@ -161,8 +169,8 @@ DUOMOE_KERNEL(kCuda, gate_bwd_x) {
 constexpr int kColumnSumWarps = 32;
 
 __global__ void __launch_bounds__(kColumnSumWarps* kLanes)
-    sum_columns(int64_t rows, int64_t columns, DType dtype, const void* x, DType result_dtype,
-                void* result) {
+    sum_columns(int64_t rows, int64_t columns, const uint8_t* keep, DType dtype, const void* x,
+                DType result_dtype, void* result) {
   __shared__ float sums[kColumnSumWarps][kLanes];
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kLanes + lane_id();
   float total = 0.0f;
@@ -170,7 +178,7 @@ __global__ void __launch_bounds__(kColumnSumWarps* kLanes)
     const int64_t begin = first + warp_id() * kDepthBlock;
     float sum = 0.0f;
     for (int64_t r = begin; r < begin + kDepthBlock && r < rows && column < columns; ++r) {
-      sum = math::fma(1.0f, load(dtype, x, r * columns + column), sum);
+      if (!keep || keep[r]) sum = math::fma(1.0f, load(dtype, x, r * columns + column), sum);
     }
     sums[warp_id()][lane_id()] = sum;
     __syncthreads();
@@ -184,6 +192,7 @@ __global__ void __launch_bounds__(kColumnSumWarps* kLanes)
 DUOMOE_KERNEL(kCuda, gate_bwd_params) {
   const int64_t t = call.axis('T'), d = call.axis('D'), e = call.axis('E');
   const TensorView &grad = call.in("grad_logits"), &bias = call.out("grad_router_bias");
+  const uint8_t* keep = call.in("token_mask").as<const uint8_t>();
   const Status product = run_product(call, {.a = {call.in("x"), 1, d},
                                             .b = {grad, e, 1},
                                             .c = {call.out("grad_router"), e, 1},
@@ -192,11 +201,12 @@ DUOMOE_KERNEL(kCuda, gate_bwd_params) {
                                             .depth = t,
                                             .operand_dtype = grad.dtype,
                                             .bias = nullptr,
-                                            .bias_dtype = DType::kFloat32});
+                                            .bias_dtype = DType::kFloat32,
+                                            .keep_depth = keep});
   if (!product.ok()) return product;
   Queue queue(call);
-  queue.launch(sum_columns, ceil_div(e, kLanes), kColumnSumWarps * kLanes, 0, t, e, grad.dtype,
-               grad.data, bias.dtype, bias.data);
+  queue.launch(sum_columns, ceil_div(e, kLanes), kColumnSumWarps * kLanes, 0, t, e, keep,
+               grad.dtype, grad.data, bias.dtype, bias.data);
   return queue.status();
 }
 

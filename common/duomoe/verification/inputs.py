@@ -152,7 +152,8 @@ def _gate(draw: Draw) -> Iterator[Case]:
     }
     bias = {"router_bias": draw.normal(o.experts)}
     yield Case("float32 gate, bias", inputs | bias, {"gate_dtype": "float32"})
-    yield Case(f"{o.dtype} gate", inputs, {"gate_dtype": o.dtype})
+    mask = {"token_mask": draw.rng.random(o.tokens) < 0.9}
+    yield Case(f"{o.dtype} gate, mask", inputs | mask, {"gate_dtype": o.dtype})
 
 
 @generates("route")
