@@ -1,6 +1,6 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the shared functions need of torch (duomoe.functional.FrontEnd)."""
+"""What the shared functions need of torch (duomoe.frontend.FrontEnd)."""
 
 from __future__ import annotations
 

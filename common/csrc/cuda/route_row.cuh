@@ -1,0 +1,162 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What `route` and `route_bwd` do with one token, by one warp with the row in shared memory:
+// options, scores, weights and the split of the tokens over sequences. The formulas are those of
+// math/router.h, the orders of sums those of the CPU kernels, so that the bits are the same.
+#pragma once
+
+#include "launch.h"
+#include "warp.h"
+
+namespace duomoe::cuda {
+
+using math::Counts;
+using math::Divisor;
+using math::EpsMode;
+using math::kStreams;
+using math::Normalize;
+using math::Score;
+using math::SelectOn;
+
+constexpr int kMaxWarps = 8;  // of a block
+constexpr int64_t kWordBytes = sizeof(float);
+
+inline Status row_too_long(int64_t experts, int64_t bytes, size_t limit) {
+  return {std::to_string(experts) + " experts need " + std::to_string(bytes) +
+          " bytes of shared memory for one token, and a block of this GPU has at most " +
+          std::to_string(limit)};
+}
+
+// The options that both directions share.
+struct RouterOptions {
+  Score score;
+  EpsMode eps_mode;
+  bool normalize;
+  float eps, scale;
+};
+
+inline RouterOptions options_of(const Call& call) {
+  const auto normalize = call.choice<Normalize>("normalize");
+  return {.score = call.choice<Score>("score"),
+          .eps_mode = call.choice<EpsMode>("eps_mode"),
+          .normalize = normalize == Normalize::kAlways ||
+                       (normalize == Normalize::kIfKGreater1 && call.axis('K') > 1),
+          .eps = static_cast<float>(call.real("eps")),
+          .scale = static_cast<float>(call.real("scale"))};
+}
+
+// Where the local tokens stand in the whole batch, which is cut into sequences of equal length.
+// Under sharding a call sees a slice that starts at `*first_token`, known to the device alone;
+// tokens past `total` are padding of the slice.
+struct TokenRange {
+  const int32_t* first_token;  // null: 0
+  int64_t tokens, total, sequence_length;
+
+  __device__ int64_t first() const { return first_token && *first_token > 0 ? *first_token : 0; }
+  __device__ int64_t first_sequence() const { return first() > 0 ? first() / sequence_length : 0; }
+  // One past the last local token that is not padding.
+  __device__ int64_t last() const {
+    const int64_t last = total - first();
+    return last < 0 ? 0 : last < tokens ? last : tokens;
+  }
+};
+
+inline TokenRange range_of(const Call& call) {
+  const TensorView& start = call.in("first_token");
+  const int64_t total = start.present() ? call.integer("total_tokens") : call.axis('T');
+  return {.first_token = start.present() ? start.as<const int32_t>() : nullptr,
+          .tokens = call.axis('T'),
+          .total = total,
+          .sequence_length = total / call.axis('S')};
+}
+
+// The local tokens [begin, end) of one sequence; empty if begin >= end.
+struct Run {
+  int64_t sequence, begin, end;
+};
+// Run i of the slice: that of the i-th sequence from the slice's first token on.
+__device__ inline Run run_of(const TokenRange& range, int64_t i) {
+  const int64_t sequence = range.first_sequence() + i, first = range.first(), last = range.last();
+  const int64_t begin = sequence * range.sequence_length - first;
+  const int64_t end = begin + range.sequence_length;
+  return {sequence, begin > 0 ? begin : 0, end < last ? end : last};
+}
+
+// One token's row, held by a warp: lane l computes experts l, l + 32, ...
+struct Row {
+  Score score;
+  int experts;
+  float* z;  // [E] logits
+  float* s;  // [E] scores; for softmax they are the probabilities P too
+  float peak = 0, inverse = 0, logsumexp = 0;
+  float top = 0,
+        probability_inverse =
+            0;  // P = s * it, or relative to the largest score's log scale `top`; not for softmax
+
+  template <typename T>
+  __device__ void compute(const T* logits) {
+    float largest = -math::infinity();
+    for (int e = lane_id(); e < experts; e += kLanes) {
+      z[e] = math::to_float(logits[e]);
+      largest = z[e] > largest ? z[e] : largest;
+    }
+    peak = warp_max(largest);
+    for (int e = lane_id(); e < experts; e += kLanes) s[e] = math::exp(z[e] - peak);
+    const float sum = lane_sum(experts, [&](int64_t e) { return s[e]; });
+    inverse = 1.0f / sum;
+    logsumexp = peak + math::log(sum);
+    if (score == Score::kSoftmax) {
+      for (int e = lane_id(); e < experts; e += kLanes) s[e] *= inverse;
+    } else {
+      for (int e = lane_id(); e < experts; e += kLanes) s[e] = math::elementwise_score(score, z[e]);
+      top = math::log_scale(score, peak, peak);
+      probability_inverse =
+          1.0f / lane_sum(experts, [&](int64_t e) { return unscaled_probability(e); });
+    }
+    __syncwarp();
+  }
+
+  __device__ float unscaled_probability(int64_t e) const {
+    if (top >= math::kRescueBelow) return s[e];
+    return math::exp(math::log_scale(score, z[e], peak) - top) * math::score_factor(score, z[e]);
+  }
+
+  // P: the softmax of z, or s / sum of s.
+  __device__ float probability(int64_t e) const {
+    return score == Score::kSoftmax ? s[e] : unscaled_probability(e) * probability_inverse;
+  }
+};
+
+// The weights of a token's slots before `scale`; an id outside [0, E) is an unused slot with weight
+// 0.
+struct SlotWeights {
+  const Row& row;
+  bool normalize;
+  math::WeightBasis basis;
+  Divisor divisor;
+
+  __device__ SlotWeights(const RouterOptions& options, const Row& r, const int32_t* ids, int top_k)
+      : row(r), normalize(options.normalize) {
+    float top_logit = -math::infinity();
+    for (int k = lane_id(); k < top_k; k += kLanes) {
+      if (used(ids[k]) && row.z[ids[k]] > top_logit) top_logit = row.z[ids[k]];
+    }
+    basis = math::weight_basis(row.score, normalize, options.eps, warp_max(top_logit), row.peak);
+    const float sum = lane_sum(top_k, [&](int64_t k) { return before_division(ids[k]); });
+    divisor = math::weight_divisor(normalize, options.eps_mode, basis.damped(sum), options.eps);
+  }
+
+  __device__ bool used(int32_t id) const { return id >= 0 && id < row.experts; }
+
+  __device__ float before_division(int32_t id) const {
+    return used(id) ? basis.score(row.score, row.z[id], row.s[id], row.inverse) : 0.0f;
+  }
+
+  __device__ float operator()(int32_t id) const {
+    const float weight = before_division(id);
+    return normalize && used(id) ? weight * basis.damp / divisor.value * basis.damp : weight;
+  }
+};
+
+}  // namespace duomoe::cuda

@@ -1,0 +1,43 @@
+# Copyright 2026 The duomoe authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a framework provides to the shared functions of duomoe.functional."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from duomoe.results import Array
+
+
+class FrontEnd(Protocol):
+    """What a framework provides; see jax_frontend/frontend.py and torch_frontend/frontend.py."""
+
+    def check_array(self, name: str, value: Any) -> Array:
+        """`value` as an array of the framework; TypeError naming the argument if it is none."""
+
+    def dtype(self, x: Array) -> str:
+        """The dtype's name, as NumPy or ml_dtypes writes it."""
+
+    def cast(self, x: Array, dtype: str) -> Array:
+        """`x` in another dtype."""
+
+    def clip(self, x: Array, low: int, high: int) -> Array:
+        """`x` limited to [low, high]."""
+
+    def stop_gradient(self, x: Array) -> Array:
+        """`x` without a gradient."""
+
+    def call(
+        self, op: str, inputs: Sequence[Array | None], attributes: Mapping[str, Any]
+    ) -> tuple[Array, ...]:
+        """Run an op of the table."""
+
+    def merge_leading(self, x: Array, kept: int) -> Array:
+        """`x` with all axes but the last `kept` merged into one."""
+
+    def fork(self, x: Array) -> tuple[Array, Array]:
+        """`x` twice; the cotangents are joined by the core's `add`, in float32 and rounded once."""
+
+    def all_sum(self, x: Array, over: Any) -> Array:
+        """The sum over a mesh axis (JAX) or a process group (torch); differentiable."""
