@@ -12,7 +12,7 @@ CPP := $(filter %.h %.cc %.cu %.cuh,$(NATIVE))
 .PHONY: help setup demo test verify lint format cuda-check reference wheel clean
 
 help:
-	@echo "make setup       create .venv and build into it (the next four do it by themselves)"
+	@echo "make setup       create .venv and build into it (demo, test, verify and lint do it themselves)"
 	@echo "make demo        train one small MoE language model in JAX and PyTorch, compare every op"
 	@echo "make test        run the tests"
 	@echo "make verify      compare every op of the two front ends"

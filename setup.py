@@ -36,8 +36,8 @@ CXX_FLAGS = (
 )
 # One source per instruction set; each holds all inner loops of the CPU kernels.
 ISA_FLAGS = {
-    "simd_avx2.cc": "-mavx2 -mfma -mf16c",
-    "simd_avx512.cc": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mf16c"
+    "simd_avx2.cc": "-mavx2 -mfma",
+    "simd_avx512.cc": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma"
     " -mprefer-vector-width=512",
 }
 # fmad off: a multiplication and an addition stay two operations, as on the CPU.
@@ -72,7 +72,7 @@ def cuda_library_dir(nvcc: str) -> Path:
 def has(framework: str) -> bool:
     """Whether a framework is installed, and an error if it is required and missing."""
     found = importlib.util.find_spec(framework) is not None
-    if not found and framework in os.environ.get("DUOMOE_REQUIRE", ""):
+    if not found and framework in os.environ.get("DUOMOE_REQUIRE", "").split(","):
         raise SystemExit(
             f"DUOMOE_REQUIRE asks for the {framework} binding, but {framework} is not installed"
         )
@@ -152,7 +152,7 @@ def build_native(build_dir: Path) -> dict[str, Path]:
                 "link",
                 objects,
                 implicit=["libduomoe.so"],
-                variables={"more": core.replace("-Wl,--no-undefined", "") + " -Wl,-z,undefs"},
+                variables={"more": f"{core} -Wl,-z,undefs"},
             )
             products[f"jax_frontend/{name}"] = build_dir / out
         if has("torch"):

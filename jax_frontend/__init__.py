@@ -16,7 +16,7 @@ try:
 
     _frontend.register()
 except ImportError as error:
-    raise library.missing_binding(__name__, "jax", "jax", error) from error
+    raise library.missing_binding(__name__, "jax", error) from error
 
 from duomoe.results import RECORDS as _RECORDS
 

@@ -34,9 +34,8 @@ class JaxFrontEnd:
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.itemsize == 8:
             # Without x64 JAX would keep the low 32 bits, and a wild id could become a valid one.
             value = np.clip(value, -(2**31), 2**31 - 1)
-        return (
-            value  # NumPy arrays too: their own dtype is checked, not the one JAX would give them
-        )
+        # NumPy arrays as they are: their own dtype is checked, not the one JAX would make of it.
+        return value
 
     def dtype(self, x: jax.Array) -> str:
         """The dtype's name."""
@@ -67,6 +66,12 @@ class JaxFrontEnd:
         dtypes = [None if x is None else x.dtype.name for x in inputs]
         spec.bind(shapes, dtypes, attributes)
         return transforms.call(spec, inputs, attributes)
+
+    def check_over(self, over: Any) -> None:
+        """Psum itself says what is wrong with a name, while it traces."""
+
+    def check_device(self, op: str, arrays: Mapping[str, jax.Array | None]) -> None:
+        """JAX checks the devices of a call's arguments itself, before it runs."""
 
     def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`x` twice, its cotangents joined by the core."""

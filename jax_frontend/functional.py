@@ -43,6 +43,10 @@ def load_balancing_loss(
 
     Returns:
         A scalar of rank 0, float32; 0 without tokens.
+
+    Raises:
+        ValueError, TypeError: on a routing of other E or K than config, or a coeff that is no
+            finite number.
     """
     return _functions._load_balancing_loss(routing, config, coeff, axis_name)
 
@@ -57,6 +61,10 @@ def z_loss(routing: Routing, *, coeff: float = 1.0, axis_name: Any = None) -> Ar
 
     Returns:
         A scalar of rank 0, float32; 0 without tokens.
+
+    Raises:
+        ValueError, TypeError: on a routing of other E or K than config, or a coeff that is no
+            finite number.
     """
     return _functions._z_loss(routing, coeff, axis_name)
 

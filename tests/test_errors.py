@@ -102,9 +102,7 @@ CASES = {
     "float64 logits": (
         TypeError,
         "logits must be float32, bfloat16 or float16, got float64",
-        lambda f, a: f.route(
-            a.array(Z.astype("f8")) if a.name == "torch" else Z.astype("f8"), CONFIG
-        ),
+        lambda f, a: f.route(wide(a), CONFIG),
     ),
     "plan": (
         TypeError,
@@ -161,6 +159,11 @@ CASES = {
         TypeError,
         "params.expert_bias must be float32, got float16",
         lambda f, a: f.moe(a.array(X), params(a, expert_bias=Z[0].astype(np.float16)), CONFIG),
+    ),
+    "moe rows": (
+        ValueError,
+        "the plan must have fewer than 2\\^31 rows, got 8589934592",
+        lambda f, a: f.moe(a.array(X), params(a), CONFIG, alignment=2**30),
     ),
     "sequences range": (
         ValueError,
@@ -419,9 +422,19 @@ def test_core_checks_calls_that_bypass_python(torch_adapter) -> None:
 
 
 @pytest.mark.torch
-def test_mixed_devices() -> None:
+def test_mixed_devices_and_groups(torch_adapter) -> None:
     torch = pytest.importorskip("torch")
     import torch_frontend as tf
+
+    words = "moe: all arguments must be on one device, but params.w_down is on meta and others are"
+    with pytest.raises(ValueError, match=words):
+        tf.moe(
+            torch.zeros(6, 16),
+            params(torch_adapter, w_down=torch.zeros(8, 32, 16, device="meta")),
+            CONFIG,
+        )
+    with pytest.raises(TypeError, match=r"group must be a torch.distributed.ProcessGroup, got str"):
+        tf.moe(torch.zeros(6, 16), params(torch_adapter), CONFIG, group="x")
 
     with pytest.raises(
         ValueError,

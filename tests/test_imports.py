@@ -46,8 +46,8 @@ except ImportError as error:
 """
     )
     expected = (
-        f"{framework}_frontend needs {framework}, which is not installed; "
-        f"run: pip install 'duomoe[{framework}]'"
+        f"{framework}_frontend needs {framework}, which is not installed; install it, then run in "
+        "duomoe's source folder: pip install --force-reinstall --no-deps --no-build-isolation ."
     )
     assert message.strip() == expected
 

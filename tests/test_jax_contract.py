@@ -50,9 +50,9 @@ def test_remat_recomputes_the_same_ties() -> None:
     """All-zero logits, forward and recompute select the same ids."""
     z = np.zeros((64, 8), np.float32)
     f = lambda z: (jf.route(z, CONFIG).weights * jnp.arange(1.0, 3)).sum()
-    first = jax.jit(jax.grad(jax.checkpoint(f)))(z)
+    want = jax.grad(f)(z)
     for _ in range(20):
-        np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(f)))(z), first)
+        np.testing.assert_array_equal(jax.jit(jax.grad(jax.checkpoint(f)))(z), want)
 
 
 def test_integer_inputs_and_outputs_under_grad(rng) -> None:
@@ -95,13 +95,10 @@ def test_second_derivative_is_an_error(rng) -> None:
 
 def test_donation_leaves_results_right(rng) -> None:
     z = normal(rng, (64, 8))
-    f = jax.jit(lambda z: jf.route(z, CONFIG).weights, donate_argnums=0)
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "donated buffers were not usable"
-        got = f(jnp.asarray(z))
-    np.testing.assert_array_equal(got, jf.route(z, CONFIG).weights)
+    donated = jnp.asarray(z.copy())
+    got = jax.jit(jf.swiglu, donate_argnums=0)(donated, z)
+    assert donated.is_deleted()
+    np.testing.assert_array_equal(got, jf.swiglu(z, z))
 
 
 def test_x64(rng) -> None:
@@ -136,12 +133,13 @@ def test_eager_vmap_compiles_once(rng) -> None:
     """A fresh closure per call would compile, and leak, every time."""
     z = jnp.asarray(normal(rng, (2, 6, 8)))
     route = jax.vmap(lambda z: jf.route(z, CONFIG).weights)
+    start = jax_compiles()
     route(z)
-    with jax.log_compiles(False):
-        before = jax_compiles()
-        for _ in range(3):
-            route(z)
-        assert jax_compiles() == before
+    before = jax_compiles()
+    assert before > start
+    for _ in range(3):
+        route(z)
+    assert jax_compiles() == before
 
 
 def jax_compiles() -> int:

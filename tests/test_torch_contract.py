@@ -201,11 +201,13 @@ def test_vmap(rng) -> None:
 def test_checkpoint_recomputes_the_same_ties() -> None:
     """All-zero logits: forward and recomputation select the same ids."""
     z = torch.zeros(64, 8, requires_grad=True)
-    f = lambda z: tf.route(z, CONFIG).weights
+    f = lambda z: (tf.route(z, CONFIG).weights * torch.tensor([1.0, 2.0])).sum()
+    (want,) = torch.autograd.grad(f(z), z)
     ids = tf.route(z, CONFIG).indices
     assert torch.equal(ids, torch.tensor([[0, 1]], dtype=torch.int32).expand(64, 2))
     for _ in range(20):
-        torch.utils.checkpoint.checkpoint(f, z, use_reentrant=False).sum().backward()
+        loss = torch.utils.checkpoint.checkpoint(f, z, use_reentrant=False)
+        assert torch.equal(torch.autograd.grad(loss, z)[0], want)
 
 
 # -- dtypes ----------------------------------------------------------------------------------------

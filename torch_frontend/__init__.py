@@ -12,7 +12,7 @@ try:
 
     _bind.register()
 except (ImportError, OSError) as error:
-    raise library.missing_binding(__name__, "torch", "torch", error) from error
+    raise library.missing_binding(__name__, "torch", error) from error
 
 from duomoe.results import RECORDS as _RECORDS
 

@@ -92,24 +92,31 @@ class TorchFrontEnd:
     ) -> tuple[torch.Tensor, ...]:
         """Check the arguments, then run the operator."""
         spec = TABLE[op]
+        self.check_device(op, {s.name: x for s, x in zip(spec.inputs, inputs, strict=True)})
+        shapes = [None if x is None else x.shape for x in inputs]
+        dtypes = [None if x is None else bind.dtype_name(x) for x in inputs]
+        spec.bind(shapes, dtypes, attributes)
+        return bind.call(spec, inputs, dict(attributes))
+
+    def check_over(self, over: Any) -> None:
+        """TypeError if `over` is no process group."""
+        if over is not None and not isinstance(over, torch.distributed.ProcessGroup):
+            raise TypeError(
+                f"group must be a torch.distributed.ProcessGroup, got {type(over).__name__}"
+            )
+
+    def check_device(self, op: str, arrays: Mapping[str, torch.Tensor | None]) -> None:
+        """ValueError naming the argument if the tensors are not on one device."""
         device = None
-        shapes: list[Any] = []
-        dtypes: list[str | None] = []
-        for tensor_spec, x in zip(spec.inputs, inputs, strict=True):
+        for name, x in arrays.items():
             if x is None:
-                shapes.append(None)
-                dtypes.append(None)
                 continue
-            shapes.append(x.shape)
-            dtypes.append(bind.dtype_name(x))
             device = device or x.device
             if x.device != device:
                 raise ValueError(
-                    f"{op}: all arguments must be on one device, but {tensor_spec.name} is on "
-                    f"{x.device} and others are on {device}"
+                    f"{op}: all arguments must be on one device, but {name} is on {x.device} "
+                    f"and others are on {device}"
                 )
-        spec.bind(shapes, dtypes, attributes)
-        return bind.call(spec, inputs, dict(attributes))
 
     def merge_leading(self, x: torch.Tensor, kept: int) -> torch.Tensor:
         """`x` with all axes but the last `kept` merged into one."""
@@ -122,8 +129,4 @@ class TorchFrontEnd:
 
     def all_sum(self, x: torch.Tensor, over: Any) -> torch.Tensor:
         """The sum over the ranks of a process group."""
-        if not isinstance(over, torch.distributed.ProcessGroup):
-            raise TypeError(
-                f"group must be a torch.distributed.ProcessGroup, got {type(over).__name__}"
-            )
         return _AllSum.apply(x, over)

@@ -24,33 +24,51 @@ Fetch& fetch_of(Backend backend) {
   return table[static_cast<int>(backend)];
 }
 
-// An int32 tensor on the host.
-Status read(const Call& call, Backend backend, const TensorView& view,
-            std::vector<int32_t>& values) {
-  values.resize(view.size());
+// A tensor's elements on the host; none of an absent one.
+template <typename T>
+Status read(const Call& call, Backend backend, const TensorView& view, std::vector<T>& values) {
+  values.resize(view.present() ? view.size() : 0);
   if (values.empty()) return {};
   if (backend == Backend::kCpu) {
-    std::memcpy(values.data(), view.data, values.size() * sizeof(int32_t));
+    std::memcpy(values.data(), view.data, values.size() * sizeof(T));
     return {};
   }
   const Fetch fetch = fetch_of(backend);
   return fetch ? fetch(call.executor, view, values.data()) : Status{};
 }
 
-// Every id of [T, K] is -1 or below `limit`. `shown` is the argument's name in the public
-// functions.
+std::string allowed(int64_t limit) {
+  return ", allowed: -1 (unused) to " + std::to_string(limit - 1);
+}
+
+// Every id of [T, K] is -1 or below `limit`, but for masked tokens. `shown` is the argument's name
+// in the public functions.
 Status check_ids(const Call& call, Backend backend, const char* name, const char* shown,
-                 int64_t limit) {
-  const TensorView& view = call.in(name);
-  if (!view.present()) return {};
+                 int64_t limit, const TensorView& mask = {}) {
   std::vector<int32_t> ids;
-  if (Status s = read(call, backend, view, ids); !s.ok()) return s;
-  const int64_t top_k = view.shape[1];
+  std::vector<uint8_t> keep;
+  if (Status s = read(call, backend, call.in(name), ids); !s.ok()) return s;
+  if (Status s = read(call, backend, mask, keep); !s.ok()) return s;
+  const int64_t top_k = call.in(name).shape[1];
   for (size_t i = 0; i < ids.size(); ++i) {
+    if (!keep.empty() && !keep[i / top_k]) continue;
     if (ids[i] < -1 || ids[i] >= limit) {
       return {std::string(shown) + " of token " + std::to_string(i / top_k) + ", slot " +
-              std::to_string(i % top_k) + " is " + std::to_string(ids[i]) +
-              ", allowed: -1 (unused) to " + std::to_string(limit - 1)};
+              std::to_string(i % top_k) + " is " + std::to_string(ids[i]) + allowed(limit)};
+    }
+  }
+  return {};
+}
+
+// Every slot number of [R] is -1 or below T * K.
+Status check_slots(const Call& call, Backend backend) {
+  std::vector<int32_t> slots;
+  if (Status s = read(call, backend, call.in("slot_of_row"), slots); !s.ok()) return s;
+  const int64_t limit = call.axis('T') * call.axis('K');
+  for (size_t r = 0; r < slots.size(); ++r) {
+    if (slots[r] < -1 || slots[r] >= limit) {
+      return {"slot_of_row of row " + std::to_string(r) + " is " + std::to_string(slots[r]) +
+              allowed(limit)};
     }
   }
   return {};
@@ -68,9 +86,15 @@ bool register_fetch(Backend backend, Fetch fetch) {
 
 Status check_inputs_data(const Call& call, Backend backend) {
   const std::string& op = call.op.name;
-  if (op == "route") return check_ids(call, backend, "given_indices", "indices", call.axis('E'));
+  if (op == "route") {
+    return check_ids(call, backend, "given_indices", "indices", call.axis('E'),
+                     call.in("token_mask"));
+  }
   if (op == "route_bwd" || op == "plan_dispatch") {
     return check_ids(call, backend, "indices", "indices", call.axis('E'));
+  }
+  if (op == "permute" || op == "combine_bwd") {
+    if (Status s = check_slots(call, backend); !s.ok()) return s;
   }
   if (op == "permute" || op == "permute_bwd" || op == "combine" || op == "combine_bwd") {
     return check_ids(call, backend, "row_of_slot", "row_of_slot", call.axis('R'));
@@ -91,12 +115,15 @@ Status check_outputs_data(const Call& call, Backend backend) {
   for (size_t e = 0; e < kept.size(); ++e) {
     const int64_t wanted = capacity >= 0 ? std::min<int64_t>(routed[e], capacity) : routed[e];
     if (kept[e] == wanted) continue;
+    std::string message = "max_rows leaves expert " + std::to_string(e) + " " +
+                          std::to_string(kept[e]) + " of " + std::to_string(wanted) + " rows";
+    // Where capacity drops slots too, a slot without a row does not tell who dropped it.
+    if (routed[e] > wanted) return {message};
     size_t slot = 0;
-    while (slot + 1 < ids.size() && !(ids[slot] == static_cast<int32_t>(e) && rows[slot] < 0))
+    while (slot + 1 < ids.size() && !(ids[slot] == static_cast<int32_t>(e) && rows[slot] < 0)) {
       ++slot;
-    return {"max_rows leaves expert " + std::to_string(e) + " " + std::to_string(kept[e]) + " of " +
-            std::to_string(wanted) + " rows; the first dropped token is " +
-            std::to_string(slot / call.axis('K'))};
+    }
+    return {message + "; the first dropped token is " + std::to_string(slot / call.axis('K'))};
   }
   return {};
 }

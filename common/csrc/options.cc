@@ -51,6 +51,16 @@ Status check_options(const Call& call) {
     return {"row numbers are int32: tokens * top_k must stay below 2^31, got " +
             text(call.axis('T')) + " * " + text(call.axis('K'))};
   }
+  if (call.op.name == "plan_dispatch") {
+    if (call.integer("alignment") > limit) {
+      return {"alignment must stay below 2^31, got " + text(call.integer("alignment"))};
+    }
+    if (call.integer("capacity") >= 0 &&
+        call.choice<DropOrder>("drop_order") == DropOrder::kWeight &&
+        !call.in("weights").present()) {
+      return {"drop_order='weight' needs weights"};
+    }
+  }
   if (call.axis('R') > limit)
     return {"row numbers are int32: rows must stay below 2^31, got " + text(call.axis('R'))};
   return {};

@@ -8,6 +8,9 @@
 
 namespace duomoe {
 
+// The order of the choices of `drop_order` in the op table.
+enum class DropOrder { kPosition, kWeight };
+
 Status check_options(const Call& call);
 
 }  // namespace duomoe

@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <initializer_list>
 #include <string>
 
 #if defined(__GNUC__)
@@ -63,7 +62,8 @@ struct Status {
   bool ok() const { return message.empty(); }
 };
 
-// What the caller lends for one call. The core starts no thread and keeps no memory of its own.
+// What the caller lends for one call. The core starts no thread, and keeps no
+// memory but the products' scratch of each CPU thread (cpu/matmul.cc).
 class Executor {
  public:
   virtual ~Executor() = default;

@@ -33,6 +33,12 @@ class FrontEnd(Protocol):
     ) -> tuple[Array, ...]:
         """Run an op of the table."""
 
+    def check_over(self, over: Any) -> None:
+        """TypeError if `over` is nothing to sum over."""
+
+    def check_device(self, op: str, arrays: Mapping[str, Array | None]) -> None:
+        """ValueError naming the argument if the arrays are not on one device."""
+
     def merge_leading(self, x: Array, kept: int) -> Array:
         """`x` with all axes but the last `kept` merged into one."""
 

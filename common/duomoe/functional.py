@@ -179,6 +179,7 @@ class Functions:
         arguments.record("routing", routing, Routing)
         arguments.record("config", config, RouterConfig)
         coeff = arguments.number("coeff", coeff)
+        self._frontend.check_over(over)
         counts, sums, tokens = routing.sequence_counts, routing.score_sums, routing.num_tokens
         experts = self._frontend.check_array("routing.sequence_counts", counts).shape[-1]
         if experts != config.num_experts:
@@ -200,6 +201,7 @@ class Functions:
     def _z_loss(self, routing: Routing, coeff: float, over: Any) -> Array:
         arguments.record("routing", routing, Routing)
         coeff = arguments.number("coeff", coeff)
+        self._frontend.check_over(over)
         squares, tokens = routing.logsumexp_sq, routing.num_tokens
         if over is not None:
             squares, tokens = (self._frontend.all_sum(a, over) for a in (squares, tokens))
@@ -248,12 +250,7 @@ class Functions:
         indices = self._indices(self._array("indices", indices, 2, "T, K"))
         if weights is not None:
             weights = self._frontend.stop_gradient(self._array("weights", weights, 2, "T, K"))
-        num_rows = plan_rows(indices.shape[0] * indices.shape[1], num_experts, *options)
-        if num_rows > arguments.INT32_MAX:
-            raise ValueError(
-                f"row numbers are int32: the plan must have fewer than 2^31 rows, got {num_rows}; "
-                "lower alignment, or set max_rows"
-            )
+        num_rows = self._num_rows(indices.shape[0] * indices.shape[1], num_experts, *options)
         capacity, alignment, _ = options
         return self._record(
             DispatchPlan,
@@ -267,6 +264,22 @@ class Functions:
                 "alignment": alignment,
             },
         )
+
+    def _num_rows(
+        self,
+        slots: int,
+        num_experts: int,
+        capacity: int | None,
+        alignment: int,
+        max_rows: int | None,
+    ) -> int:
+        num_rows = plan_rows(slots, num_experts, capacity, alignment, max_rows)
+        if num_rows > arguments.INT32_MAX:
+            raise ValueError(
+                f"row numbers are int32: the plan must have fewer than 2^31 rows, got {num_rows}; "
+                "lower alignment, or set max_rows"
+            )
+        return num_rows
 
     def _plan_options(
         self, capacity: Any, drop_order: Any, alignment: Any, max_rows: Any
@@ -285,8 +298,9 @@ class Functions:
         return capacity, alignment, max_rows
 
     def permute(self, x: Array, plan: DispatchPlan) -> Array:
-        """Copy token rows into expert order: rows[r] = x[t] for the slot (t, k) of row r; padding
-        rows are 0.
+        """Copy token rows into expert order.
+
+        rows[r] = x[t] for the slot (t, k) of row r; padding rows are 0.
 
         Args:
             x: [T, D] float32, bfloat16 or float16.
@@ -295,6 +309,9 @@ class Functions:
         Returns:
             [R, D] in x's dtype. The gradient sums a token's rows in slot order, in float32, and
             rounds once.
+
+        Raises:
+            ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
         arguments.record("plan", plan, DispatchPlan)
         x = self._array("x", x, 2, "T, D")
@@ -302,10 +319,10 @@ class Functions:
         return rows
 
     def combine(self, rows: Array, plan: DispatchPlan, weights: Array | None = None) -> Array:
-        """Bring rows back to token order: y[t] = sum over k of weights[t, k] * rows[row_of_slot[t,
-        k]].
+        """Bring rows back to token order.
 
-        The sum is in float32, in slot order, and rounded once; dropped slots contribute nothing.
+        y[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]], in float32, in slot order and
+        rounded once; dropped slots contribute nothing.
 
         Args:
             rows: [R, D] float32, bfloat16 or float16.
@@ -314,6 +331,9 @@ class Functions:
 
         Returns:
             [T, D] in the rows' dtype. Gradients flow to rows and weights.
+
+        Raises:
+            ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
         arguments.record("plan", plan, DispatchPlan)
         rows = self._array("rows", rows, 2, "R, D")
@@ -338,6 +358,9 @@ class Functions:
         Returns:
             [R, N]; rows that belong to no slot are 0. An expert without rows has a gradient of
             exactly 0.
+
+        Raises:
+            ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
         arguments.record("plan", plan, DispatchPlan)
         rows = self._array("rows", rows, 2, "R, D")
@@ -370,11 +393,14 @@ class Functions:
             router_bias: [E] float32, bfloat16 or float16.
             token_mask: [T] bool; a masked token's logits are 0 and it takes part in no gradient,
                 whatever its x holds.
-            gate_dtype: x and router are rounded to it, the sum is float32, the logits are rounded
-                to it.
+            gate_dtype: "float32", "bfloat16" or "float16"; x and router are rounded to it, the sum
+                is float32, the logits are rounded to it.
 
         Returns:
             [T, E] in gate_dtype.
+
+        Raises:
+            ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
         x = self._array("x", x, 2, "T, D")
         router = self._array("router", router, 2, "D, E")
@@ -397,6 +423,9 @@ class Functions:
 
         Returns:
             [R, F] in gate's dtype.
+
+        Raises:
+            ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
         gate = self._array("gate", gate, 2, "R, F")
         up = self._array("up", up, 2, "R, F")
@@ -435,6 +464,19 @@ class Functions:
         leading, width = tuple(x.shape[:-1]), x.shape[-1]
         num_sequences = self._num_sequences(num_sequences, math.prod(leading))
         self._check_params(params, width, config.num_experts)
+        self._num_rows(
+            math.prod(leading) * config.top_k, config.num_experts, capacity, alignment, max_rows
+        )
+        self._frontend.check_over(over)
+        self._frontend.check_device(
+            "moe",
+            {
+                "x": x,
+                **{f"params.{name}": array for name, array in vars(params).items()},
+                "token_mask": token_mask,
+                "indices": indices,
+            },
+        )
         if token_mask is not None:
             token_mask = self._mask(token_mask, leading, "...")
             token_mask = self._frontend.merge_leading(token_mask, 0)

@@ -53,9 +53,8 @@ def debug_checks(enabled: bool) -> None:
     """Turn faults in data into errors that name the token, or leave them dropped and counted.
 
     Checked: ids outside [-1, E) or beyond the rows, and rows that `max_rows` cuts off. The checks
-        read
-    tensors on the host; on a GPU they wait for the stream and cannot be captured in a graph. The
-    environment variable DUOMOE_DEBUG=1 turns them on from the start.
+    read tensors on the host; on a GPU they wait for the stream and cannot be captured in a graph.
+    The environment variable DUOMOE_DEBUG=1 turns them on from the start.
 
     Args:
         enabled: on or off, for the whole process.
@@ -63,17 +62,16 @@ def debug_checks(enabled: bool) -> None:
     load().duomoe_set_debug_checks(int(bool(enabled)))
 
 
-def missing_binding(package: str, framework: str, extra: str, error: Exception) -> ImportError:
-    """The error for a front end that cannot be imported, in one sentence that says what to
-    install.
-    """
+def missing_binding(package: str, framework: str, error: Exception) -> ImportError:
+    """The error for a front end that cannot be imported: one sentence that says what to do."""
+    reinstall = (
+        "in duomoe's source folder: pip install --force-reinstall --no-deps --no-build-isolation ."
+    )
     if getattr(error, "name", None) == framework:
         return ImportError(
-            f"{package} needs {framework}, which is not installed; "
-            f"run: pip install 'duomoe[{extra}]'"
+            f"{package} needs {framework}, which is not installed; install it, then run {reinstall}"
         )
     return ImportError(
         f"{package} was installed without a {framework} binding that fits ({error}); "
-        f"where {framework} is installed, run in duomoe's source folder: "
-        "pip install --force-reinstall --no-deps --no-build-isolation ."
+        f"where {framework} is installed, run {reinstall}"
     )

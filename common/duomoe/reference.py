@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,19 +75,17 @@ one that names where tokens are spread: `axis_name` in JAX, `group` in PyTorch. 
 
 
 def _api_section(name: str, thing: Any) -> str:
-    signature = str(inspect.signature(thing)).replace("'", "").replace("duomoe.results.", "")
+    # Annotations are strings; their quotes go, those of defaults stay.
+    text = str(inspect.signature(thing)).replace("duomoe.results.", "")
+    signature = re.sub(r"(: |-> )(?:'([^']*)'|\"([^\"]*)\")", lambda m: m[1] + (m[2] or m[3]), text)
     heading = f"## {name}\n\n```\n{name}{signature}\n```"
     return f"{heading}\n\n```text\n{inspect.getdoc(thing)}\n```"
 
 
 def api_page() -> str:
     """docs/api.md; needs torch, whose front end stands for both."""
-    frontend = importlib.import_module("torch_frontend.functional")
-    functions = [
-        *("route", "load_balancing_loss", "z_loss", "plan_dispatch", "permute", "combine"),
-        *("grouped_matmul", "gate", "swiglu", "moe"),
-    ]
-    entries = [(n, getattr(frontend, n)) for n in functions]
+    frontend = importlib.import_module("torch_frontend")
+    entries = [(n, getattr(frontend, n)) for n in frontend.__all__ if n.islower()]
     entries += [("RouterConfig", RouterConfig)]
     entries += [(record.__name__, record) for record in results.RECORDS]
     entries += [("duomoe.debug_checks", debug_checks)]

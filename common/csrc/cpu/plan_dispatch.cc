@@ -8,12 +8,11 @@
 #include <vector>
 
 #include "../math/scalar.h"
+#include "../options.h"
 #include "parallel.h"
 
 namespace duomoe::cpu {
 namespace {
-
-enum class DropOrder { kPosition, kWeight };
 
 constexpr int64_t kSlotsPerBlock = 1 << 13;
 
@@ -25,7 +24,6 @@ DUOMOE_KERNEL(kCpu, plan_dispatch) {
       call.choice<DropOrder>("drop_order") == DropOrder::kWeight && capacity >= 0;
   const int32_t* expert_of_slot = call.in("indices").as<const int32_t>();
   const float* weights = call.in("weights").as<const float>();
-  if (by_weight && !call.in("weights").present()) return {"drop_order='weight' needs weights"};
   int32_t* row_of_slot = call.out("row_of_slot").as<int32_t>();
   int32_t* slot_of_row = call.out("slot_of_row").as<int32_t>();
   int32_t* expert_counts = call.out("expert_counts").as<int32_t>();

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The inner loops of the CPU kernels, compiled once per instruction set from simd_loops.h and
-// chosen when the library is loaded. Every version gives the same bits: sums have a fixed order and
+// chosen at the first use. Every version gives the same bits: sums have a fixed order and
 // `fma` is explicit.
 #pragma once
 

@@ -4,13 +4,12 @@
 // A stable counting sort of the slots by expert. One warp walks through one block of slots, 32 at a
 // time: first it counts each expert's slots; then, when a prefix over the blocks has turned the
 // counts into places, it gives every slot its rank among the expert's slots.
+#include "../options.h"
 #include "launch.h"
 #include "warp.h"
 
 namespace duomoe::cuda {
 namespace {
-
-enum class DropOrder { kPosition, kWeight };
 
 constexpr int kThreads = 256;
 constexpr int64_t kMinSlotsPerBlock = 512;
@@ -204,7 +203,6 @@ DUOMOE_KERNEL(kCuda, plan_dispatch) {
   const int64_t capacity = call.integer("capacity");
   const bool by_weight =
       call.choice<DropOrder>("drop_order") == DropOrder::kWeight && capacity >= 0;
-  if (by_weight && !call.in("weights").present()) return {"drop_order='weight' needs weights"};
   Slots slots{.expert_of_slot = call.in("indices").as<const int32_t>(),
               .count = call.axis('T') * call.axis('K'),
               .experts = experts,

@@ -34,9 +34,9 @@ constexpr int kStreams = 8;
 constexpr int kChunkTokens = 64;
 constexpr int kMaxChunks = 256;
 DUOMOE_FN int64_t chunk_length(int64_t sequence_tokens) {
-  const int64_t span = static_cast<int64_t>(kChunkTokens) * kMaxChunks;
-  return kChunkTokens *
-         ((sequence_tokens + span - 1) / span > 0 ? (sequence_tokens + span - 1) / span : 1);
+  constexpr int64_t kSpan = static_cast<int64_t>(kChunkTokens) * kMaxChunks;
+  const int64_t n = (sequence_tokens + kSpan - 1) / kSpan;
+  return kChunkTokens * (n > 0 ? n : 1);
 }
 
 // Below this log scale a row's scores may underflow, and ratios are taken relative to the row's
