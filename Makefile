@@ -7,7 +7,7 @@ GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo auto || echo 0)
 PYTEST_ARGS ?=
 
 NATIVE := $(shell find common/csrc jax_frontend/csrc torch_frontend/csrc -type f)
-CPP := $(filter %.h %.cc %.cu %.cuh,$(NATIVE))
+CPP := $(filter %.h %.cc %.cu %.cuh,$(NATIVE)) $(wildcard tests/native/*.cc)
 
 .PHONY: help setup demo test verify lint format cuda-check reference wheel clean
 
