@@ -1,18 +1,20 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions for JAX; all but the mesh axis is in duomoe.functional."""
+"""The public functions for JAX; all but the mesh axis is in duomoe.functional and
+duomoe.block.
+"""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from duomoe.block import BlockFunctions
 from duomoe.config import RouterConfig
-from duomoe.functional import Functions
 from duomoe.results import Array, MoEOutput, MoEParams, Routing
 
 from jax_frontend.frontend import JaxFrontEnd
 
-_functions = Functions(JaxFrontEnd())
+_functions = BlockFunctions(JaxFrontEnd())
 
 route = _functions.route
 plan_dispatch = _functions.plan_dispatch

@@ -341,20 +341,22 @@ def _bound_call(
     return guarded if any(o.is_float for o in bound.op.outputs) else call
 
 
+def _static_attributes(op: ops.Op, attributes: Mapping[str, Any]) -> Attributes:
+    names = (a.name for a in op.attributes)
+    return tuple(zip(names, op.attribute_values(attributes), strict=True))
+
+
 def _apply(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]) -> Arrays:
     present = tuple(x is not None for x in inputs)
-    values = tuple(
-        zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True)
+    return _bound_call(op.name, present, _static_attributes(op, attributes))(
+        *(x for x in inputs if x is not None)
     )
-    return _bound_call(op.name, present, values)(*(x for x in inputs if x is not None))
 
 
 @functools.lru_cache(maxsize=4096)
 def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
     op, values = TABLE[name], dict(attributes)
-    kept = sorted(
-        {source for step in op.gradient_steps for source in step.sources if source[0] != "grad"}
-    )
+    kept = op.residuals
 
     @jax.custom_vjp
     def function(*inputs: jax.Array | None) -> Arrays:
@@ -395,10 +397,7 @@ def call(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str
     """Run an op; the result is a tuple, of one output too."""
     if not op.backward and any(o.is_float for o in op.outputs):
         return _apply(op, inputs, attributes)
-    values = tuple(
-        zip((a.name for a in op.attributes), op.attribute_values(attributes), strict=True)
-    )
-    return _differentiable(op.name, values)(*inputs)
+    return _differentiable(op.name, _static_attributes(op, attributes))(*inputs)
 
 
 def merge_leading(x: jax.Array, kept: int) -> jax.Array:

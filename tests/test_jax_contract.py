@@ -93,6 +93,17 @@ def test_second_derivative_is_an_error(rng) -> None:
         jax.grad(lambda z: (jax.grad(statistics_loss)(z) ** 2).sum())(z)
 
 
+def test_forward_mode_is_an_error(rng) -> None:
+    z = normal(rng, (2, 8))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(statistics_loss, (z,), (z,))
+
+
+def test_vmap_over_nothing() -> None:
+    weights = jax.vmap(lambda z: jf.route(z, CONFIG).weights)(jnp.zeros((0, 4, 8)))
+    assert weights.shape == (0, 4, 2)
+
+
 def test_donation_leaves_results_right(rng) -> None:
     z = normal(rng, (64, 8))
     donated = jnp.asarray(z.copy())

@@ -101,7 +101,7 @@ Backward = Callable[..., Any]
 def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
     """setup_context and backward of an op with a gradient."""
     steps = op.gradient_steps
-    kept = sorted({source for step in steps for source in step.sources if source[0] != "grad"})
+    kept = op.residuals
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, ctx.attributes = _split(op, inputs)

@@ -189,6 +189,12 @@ class Op:
             for name in self.backward
         )
 
+    @functools.cached_property
+    def residuals(self) -> tuple[tuple[str, int], ...]:
+        """What the backward ops need of the forward pass: ("input", j) and ("output", j)."""
+        sources = {source for step in self.gradient_steps for source in step.sources}
+        return tuple(sorted(source for source in sources if source[0] != "grad"))
+
     def gradient_attributes(
         self, step: GradientStep, attributes: Mapping[str, Any], input_dtypes: Sequence[str | None]
     ) -> dict[str, Any]:

@@ -26,7 +26,6 @@ constexpr int kTileColumns = 32;
 constexpr int kTileDepth = 256;
 
 struct SimdLoops {
-  const char* name;
   int tile_rows;  // rows of a product that one call of `product_tile` makes
 
   void (*load)(DType dtype, const void* from, float* to, int64_t n);

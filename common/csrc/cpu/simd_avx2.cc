@@ -5,7 +5,7 @@
 namespace duomoe::cpu {
 
 const SimdLoops& simd_avx2() {
-  static constexpr SimdLoops table = loops("avx2");
+  static constexpr SimdLoops table = loops();
   return table;
 }
 

@@ -5,7 +5,7 @@
 namespace duomoe::cpu {
 
 const SimdLoops& simd_avx512() {
-  static constexpr SimdLoops table = loops("avx512");
+  static constexpr SimdLoops table = loops();
   return table;
 }
 

@@ -5,7 +5,7 @@
 namespace duomoe::cpu {
 
 const SimdLoops& simd_base() {
-  static constexpr SimdLoops table = loops("base");
+  static constexpr SimdLoops table = loops();
   return table;
 }
 

@@ -341,9 +341,8 @@ void pack(DType dtype, DType operand_dtype, const void* from, int64_t depth_stri
   }
 }
 
-constexpr SimdLoops loops(const char* name) {
-  return {name,
-          kTileRows,
+constexpr SimdLoops loops() {
+  return {kTileRows,
           load,
           store,
           round_to,
