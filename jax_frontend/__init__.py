@@ -6,7 +6,15 @@ rules.
 
 import dataclasses as _dataclasses
 
-from duomoe import DispatchPlan, MoEOutput, MoEParams, RouterConfig, Routing, library
+from duomoe import (
+    DispatchPlan,
+    MoEOutput,
+    MoEParams,
+    QuantileBins,
+    RouterConfig,
+    Routing,
+    library,
+)
 
 library.load()
 try:
@@ -22,6 +30,7 @@ from duomoe.results import RECORDS as _RECORDS
 
 from jax_frontend.functional import (
     combine,
+    count_quantile_bins,
     gate,
     grouped_matmul,
     load_balancing_loss,
@@ -30,6 +39,8 @@ from jax_frontend.functional import (
     plan_dispatch,
     route,
     swiglu,
+    update_expert_bias,
+    update_expert_bias_by_quantile,
     z_loss,
 )
 
@@ -42,9 +53,11 @@ __all__ = [
     "DispatchPlan",
     "MoEOutput",
     "MoEParams",
+    "QuantileBins",
     "RouterConfig",
     "Routing",
     "combine",
+    "count_quantile_bins",
     "gate",
     "grouped_matmul",
     "load_balancing_loss",
@@ -53,5 +66,7 @@ __all__ = [
     "plan_dispatch",
     "route",
     "swiglu",
+    "update_expert_bias",
+    "update_expert_bias_by_quantile",
     "z_loss",
 ]

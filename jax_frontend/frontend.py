@@ -29,6 +29,8 @@ class JaxFrontEnd:
 
     def check_array(self, name: str, value: Any) -> jax.Array:
         """`value`, if it is a JAX or NumPy array."""
+        if isinstance(value, np.generic):  # what NumPy makes of an array of rank 0
+            value = np.asarray(value)
         if not isinstance(value, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be a jax.Array, got {type(value).__name__}")
         if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.itemsize == 8:
@@ -36,6 +38,18 @@ class JaxFrontEnd:
             value = np.clip(value, -(2**31), 2**31 - 1)
         # NumPy arrays as they are: their own dtype is checked, not the one JAX would make of it.
         return value
+
+    def check_buffer(self, name: str, value: Any) -> Any:
+        """`value`, if it has a shape and a dtype; arrays are immutable, so only these count."""
+        return value if isinstance(value, jax.ShapeDtypeStruct) else self.check_array(name, value)
+
+    def write(self, buffer: Any, value: jax.Array) -> jax.Array:
+        """`value` in the buffer's dtype."""
+        return value.astype(buffer.dtype)
+
+    def accumulate(self, buffer: jax.Array, value: jax.Array) -> jax.Array:
+        """The sum of both."""
+        return jnp.add(buffer, value)
 
     def dtype(self, x: jax.Array) -> str:
         """The dtype's name."""

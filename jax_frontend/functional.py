@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from duomoe.balance import BalanceFunctions
 from duomoe.block import BlockFunctions
 from duomoe.config import RouterConfig
-from duomoe.results import Array, MoEOutput, MoEParams, Routing
+from duomoe.results import Array, MoEOutput, MoEParams, QuantileBins, Routing
 
 from jax_frontend.frontend import JaxFrontEnd
 
@@ -23,6 +24,10 @@ combine = _functions.combine
 grouped_matmul = _functions.grouped_matmul
 gate = _functions.gate
 swiglu = _functions.swiglu
+
+_balance = BalanceFunctions(JaxFrontEnd())
+
+count_quantile_bins = _balance.count_quantile_bins
 
 
 def load_balancing_loss(
@@ -69,6 +74,68 @@ def z_loss(routing: Routing, *, coeff: float = 1.0, axis_name: Any = None) -> Ar
             finite number.
     """
     return _functions._z_loss(routing, coeff, axis_name)
+
+
+def update_expert_bias(
+    bias: Array,
+    expert_counts: Array,
+    *,
+    rate: float,
+    center: bool = False,
+    axis_name: Any = None,
+) -> Array:
+    """Step the selection bias by rate * sign(mean load - load): idle experts up, busy ones down.
+
+    Auxiliary-loss-free balancing (Wang et al. 2024, algorithm 1; DeepSeek-V3, section 2.1.2). To
+    be called between steps, in training only; without a gradient.
+
+    Args:
+        bias: [E] float32.
+        expert_counts: [E] integers, slots by expert: `expert_counts` of a Routing or MoEOutput, or
+            the sum over micro-batches.
+        rate: the step, float32 (1e-3 in the papers).
+        center: subtract the mean step, so that the biases keep their mean.
+        axis_name: inside shard_map, the mesh axis or axes over which the tokens are spread, or
+            None; the counts are summed by a psum. Under jit with sharded arrays nothing is needed.
+
+    Returns:
+        [E] float32; `bias` itself where all loads are equal.
+
+    Raises:
+        ValueError, TypeError: on a shape, dtype or option that does not fit.
+    """
+    return _balance._update_expert_bias(bias, expert_counts, rate, center, axis_name)
+
+
+def update_expert_bias_by_quantile(
+    bias: Array,
+    bins: QuantileBins,
+    config: RouterConfig,
+    *,
+    decay: float = 0.0,
+    axis_name: Any = None,
+) -> Array:
+    """The bias with which every expert would have had its fair share of the counted tokens.
+
+    decay * bias + (1 - decay) * (the K/E quantile of the expert's bins, linear within a bin), less
+    the mean over the experts (quantile balancing). An expert without counts keeps its bias. To be
+    called between steps, in training only; without a gradient.
+
+    Args:
+        bias: [E] float32.
+        bins: what `count_quantile_bins` returned, or one with counts summed over micro-batches.
+        config: the same RouterConfig.
+        decay: share of the old bias, between 0 and 1.
+        axis_name: inside shard_map, the mesh axis or axes over which the tokens are spread, or
+            None; the counts are summed by a psum. Under jit with sharded arrays nothing is needed.
+
+    Returns:
+        [E] float32.
+
+    Raises:
+        ValueError, TypeError: on a shape, dtype or option that does not fit.
+    """
+    return _balance._update_expert_bias_by_quantile(bias, bins, config, decay, axis_name)
 
 
 def moe(

@@ -38,6 +38,7 @@ DTYPES = {
     "float16": np.dtype("float16"),
     "int32": np.dtype("int32"),
     "bool": np.dtype("bool"),
+    "uint8": np.dtype("uint8"),
 }
 
 Arrays = tuple[jax.Array, ...]
@@ -229,10 +230,12 @@ def _unvary(cotangent: jax.Array, primal_varies: frozenset[Any]) -> jax.Array:
 
 
 def _like(gradient: jax.Array, primal: _Primal) -> jax.Array:
-    """A gradient in the type of its primal: added up, and under an explicit mesh laid out as the
-    primal is.
+    """A gradient in the type of its primal: added up, broadcast along the axes that it lacks, and
+    under an explicit mesh laid out as the primal is.
     """
     gradient = _unvary(gradient, primal.varies)
+    if gradient.ndim != len(primal.shape):
+        gradient = jnp.broadcast_to(gradient, primal.shape)
     if primal.spec is not None and jax.typeof(gradient).sharding.spec != primal.spec:
         gradient = jax.sharding.reshard(gradient, primal.spec)
     return gradient
@@ -254,6 +257,7 @@ class _Primal:
     """Facts of an input of the forward pass that the backward pass needs and that are no arrays."""
 
     varies: frozenset[Any]
+    shape: tuple[int, ...]
     dtype: str
     spec: Any  # under an explicit mesh
 
@@ -261,6 +265,7 @@ class _Primal:
     def of(cls, x: jax.Array) -> _Primal:
         return cls(
             varying(x),
+            x.shape,
             x.dtype.name,
             None if _explicit_mesh([x]) is None else jax.typeof(x).sharding.spec,
         )

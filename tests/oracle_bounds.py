@@ -4,7 +4,8 @@
 
 U = 2^-24 is the most that one float32 rounding changes a value, relatively: half an ulp. A bound is
 a count of roundings, times U, times the sum of the magnitudes that are added. Where that sum is 0,
-so is the bound: the result must be exactly 0. An output of 16 bits is rounded once more.
+so is the bound: the result must be exactly 0. An output of 16 bits is rounded once more. A bound of
+NaN says that the value is not finite, and must be met as it is. Integers and flags are exact.
 """
 
 from __future__ import annotations
@@ -28,15 +29,19 @@ Values = dict[str, Any]
 def assert_close(name: str, got: np.ndarray, want: np.ndarray, bound: np.ndarray | float) -> None:
     """Whether `got` is within `bound` of `want`, and one rounding to its own type."""
     assert got.shape == want.shape, f"{name} has shape {got.shape}, not {want.shape}"
-    if want.dtype == np.int32:
+    if want.dtype in (np.int32, np.bool_, np.uint8):
         np.testing.assert_array_equal(got, want, err_msg=name, strict=True)
         return
-    assert np.isfinite(want).all(), f"the oracle's {name} is not finite"
     bound = np.broadcast_to(bound, want.shape)
+    special = np.isnan(bound)
+    assert (np.isfinite(want) != special).all(), f"the oracle's {name} is not finite"
+    np.testing.assert_array_equal(got[special].astype(want.dtype), want[special], err_msg=name)
     kind = got.dtype.name
-    tolerance = bound + (bound > 0) * (ROUNDING[kind] * (np.abs(want) + bound) + SMALLEST[kind] / 2)
-    error = np.abs(got.astype(np.float64) - want)
-    bad = ~(error <= tolerance)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        error = np.abs(got.astype(np.float64) - want)
+        rounding = ROUNDING[kind] * (np.abs(want) + bound) + SMALLEST[kind] / 2
+        tolerance = bound + (bound > 0) * rounding
+    bad = ~(error <= tolerance) & ~special
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
         raise AssertionError(
@@ -53,6 +58,13 @@ def f64(x: Any) -> np.ndarray:
 # -- route -----------------------------------------------------------------------------------------
 
 
+def share_count(z: np.ndarray, score: str) -> np.ndarray:
+    """Roundings of one token's scores over their sum."""
+    # A difference of logits carries U of itself, which exp turns into a relative error.
+    reach = z.max() - z if score == "softmax" or z.max() < -50 else np.zeros(len(z))
+    return 18 + len(z) / 32 + reach
+
+
 class Row:
     """One token's float64 quantities, with the roundings that its float32 values may carry."""
 
@@ -61,12 +73,11 @@ class Row:
         divide = a["normalize"] == "always" or (a["normalize"] == "if_k_gt_1" and top_k > 1)
         log_s = oracle.log_scores(z, a["score"])
         self.z, self.ids, peak = z, ids[ids >= 0], z.max()
-        # A difference of logits carries U of itself, which exp turns into a relative error.
         softmax = a["score"] == "softmax"
         reach = np.abs(z - peak)
-        self.share_count = 18 + experts / 32 + (reach if softmax or peak < -50 else 0)
+        self.share_count = share_count(z, a["score"])
         self.softmax_count = 18 + experts / 32 + reach
-        self.shares = np.exp(log_s - oracle.logsumexp(log_s))
+        self.shares = oracle.normalized(z, a["score"])
         self.softmax = np.exp(z - oracle.logsumexp(z))
         self.logsumexp = oracle.logsumexp(z)
         self.logsumexp_error = U * (
@@ -197,6 +208,96 @@ def product(op: str, output: str, depth: Callable[[Values], Any]) -> Callable[..
     return bounds
 
 
+# -- expert bias -----------------------------------------------------------------------------------
+
+
+def update_expert_bias(inputs: Values, attributes: Values, want: Values) -> Values:
+    # The rate rounds, and with a mean of steps the mean, the difference and the product.
+    of_step, of_mean = (3, 1) if attributes["center"] == "yes" else (1, 0)
+    unit = {**inputs, "bias": np.zeros(len(inputs["bias"]))}
+    steps = oracle.update_expert_bias(**unit, **{**attributes, "rate": 1.0})["updated_bias"]
+    moved = abs(attributes["rate"]) * (of_step * np.abs(steps) + of_mean)
+    return {"updated_bias": U * 1.0001 * (moved + np.abs(want["updated_bias"]))}
+
+
+def score_error(z: np.ndarray, score: str, select_on: str) -> np.ndarray:
+    """How far one token's s[E] may be from the oracle's; 3 ulp are at most 6 U."""
+    if select_on == "logit":
+        return np.zeros(len(z))
+    s = oracle.selection_values(z, score, select_on)
+    with np.errstate(invalid="ignore"):
+        error = U * s * (share_count(z, score) if score == "softmax" else 6)
+    return np.where(s > 0, error + 4 * DENORMAL, 0.0)
+
+
+def count_quantile_bins(inputs: Values, attributes: Values, want: Values) -> Values:
+    top_k, score, select_on = (attributes[n] for n in ("top_k", "score", "select_on"))
+    bias = inputs.get("bias")
+    bound = np.zeros(len(want["cutoffs"]))
+    for t, z in enumerate(inputs["logits"].astype(np.float64)):
+        if inputs.get("token_mask") is None or inputs["token_mask"][t]:
+            with np.errstate(all="ignore"):
+                values = oracle.selection_values(z, score, select_on, 0.0 if bias is None else bias)
+                e = oracle.ranking(values)[top_k]
+                bound[t] = score_error(z, score, select_on)[e]
+            bound[t] += U * 1.0001 * abs(values[e]) if bias is not None else 0
+            bound[t] = bound[t] if np.isfinite(values[e]) else np.nan
+    return {"cutoffs": bound}
+
+
+def update_expert_bias_by_quantile(inputs: Values, attributes: Values, want: Values) -> Values:
+    sizes = [np.abs(inputs[n]).max(initial=0) for n in ("bias", "lower", "upper")]
+    return {
+        "updated_bias": U * 1.0001 * np.abs(want["updated_bias"]) + 2.0**-48 * float(sum(sizes))
+    }
+
+
+# -- dense routing ---------------------------------------------------------------------------------
+
+
+def scatter_weights(inputs: Values, attributes: Values, want: Values) -> Values:
+    """The first addition, to 0, does not round."""
+    magnitudes, ones = f64(inputs["weights"]), np.ones(inputs["weights"].shape)
+    given = {"indices": inputs["indices"], **attributes}
+    sums = oracle.scatter_weights(weights=magnitudes, **given)["probs"]
+    slots = oracle.scatter_weights(weights=ones, **given)["probs"]
+    return {"probs": U * np.maximum(slots - 1, 0) * sums + DENORMAL * (slots > 0)}
+
+
+def normalize_scores(inputs: Values, attributes: Values, want: Values) -> Values:
+    counts = [share_count(z, attributes["score"]) for z in inputs["logits"].astype(np.float64)]
+    with np.errstate(invalid="ignore"):  # inf * 0
+        relative = U * np.reshape(counts, want["scores"].shape) * want["scores"]
+    return {"scores": np.where(want["scores"] > 0, relative + 4 * DENORMAL, 0.0)}
+
+
+@np.errstate(all="ignore")
+def normalize_scores_bwd(inputs: Values, attributes: Values, want: Values) -> Values:
+    score, g = attributes["score"], f64(inputs["grad_scores"])
+    bound = np.zeros(want["grad_logits"].shape)
+    for t, z in enumerate(inputs["logits"].astype(np.float64)):
+        p, experts = oracle.normalized(z, score), len(z)
+        slope = 1.0 if score == "softmax" else oracle.log_scores_bwd(np.ones(experts), z, score)
+        through = p * (g[t] + p @ g[t]) * slope
+        count = 20 + experts / 32 + share_count(z, score)
+        bound[t] = np.where(p > 0, U * count * through + 64 * DENORMAL, 0.0)
+    return {"grad_logits": bound}
+
+
+def aux_loss(inputs: Values, attributes: Values, want: Values) -> Values:
+    # Chunks of `length` tokens are summed in 8 streams, then the streams, then the chunks; each
+    # sum's first addition is to 0. The sum over the columns is in float64.
+    tokens = max(1, len(inputs["probs"]))
+    length = 64 * -(-tokens // 2**14)
+    additions = -(-min(tokens, length) // 8) + min(tokens, 8) + -(-tokens // length) - 3
+    absolute = {**inputs, **{n: f64(inputs[n]) for n in ("probs", "expert_loads")}}
+    sums = oracle.aux_loss(**absolute, **attributes)["loss"]
+    return {"loss": U * 1.0001 * (additions + 1) * sums}
+
+
+# -- experts ---------------------------------------------------------------------------------------
+
+
 def swiglu(inputs: Values, attributes: Values, want: Values) -> Values:
     lost = DENORMAL * f64(inputs["gate"]) * f64(inputs["up"]) + DENORMAL
     return {"out": U * 8 * np.abs(want["out"]) + lost}
@@ -223,6 +324,17 @@ BOUNDS: dict[str, Callable[..., Values]] = {
     "load_balancing_loss_bwd": once,
     "z_loss": once,
     "z_loss_bwd": once,
+    "update_expert_bias": update_expert_bias,
+    "count_quantile_bins": count_quantile_bins,
+    "update_expert_bias_by_quantile": update_expert_bias_by_quantile,
+    "scatter_weights": scatter_weights,
+    "scatter_weights_bwd": lambda *_: {"grad_weights": 0.0},
+    "mark_experts": lambda *_: {},
+    "mark_expert_bits": lambda *_: {},
+    "normalize_scores": normalize_scores,
+    "normalize_scores_bwd": normalize_scores_bwd,
+    "aux_loss": aux_loss,
+    "aux_loss_bwd": once,
     "plan_dispatch": lambda *_: {},
     "permute": lambda *_: {"rows": 0.0},
     "permute_bwd": permute_bwd,

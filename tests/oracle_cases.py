@@ -6,73 +6,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import oracle_cases_bias
+import oracle_cases_dense
 from adapters import DTYPES
-from duomoe import RouterConfig, oracle
+from duomoe import RouterConfig, ops, oracle
 from duomoe.functional import plan_rows
-
-Inputs = dict[str, Any]
-Attributes = dict[str, Any]
-
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-SIZES = (
-    (0, 8, 2),
-    (1, 1, 1),
-    (1, 33, 33),
-    (7, 2, 2),
-    (7, 5, 3),
-    (7, 256, 256),
-    (7, 1000, 40),
-    (65, 5, 1),
-    (65, 8, 8),
-    (65, 64, 6),
-    (130, 33, 4),
-    (130, 256, 8),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    name: str
-    make: Callable[[], tuple[Inputs, Attributes]]
-
-
-def rng_of(*seed: Any) -> np.random.Generator:
-    return np.random.default_rng(list(repr(seed).encode()))
-
-
-def is_decided(z: np.ndarray, attributes: Attributes, bias: np.ndarray | None) -> bool:
-    """Whether all selection values are equal or well apart, so that float32 orders them alike."""
-
-    def apart(values: np.ndarray) -> bool:
-        ranked = values[oracle.ranking(values)]
-        gaps = ranked[:-1] - ranked[1:]
-        largest_bias = 0 if bias is None else np.abs(bias).max()
-        margin = 2.0**-19 * (np.maximum(np.abs(ranked[:-1]), np.abs(ranked[1:])) + largest_bias)
-        return bool(np.all((gaps == 0) | (gaps > margin)))
-
-    score, select_on = attributes["score"], attributes["select_on"]
-    plain = oracle.selection_values(z, score, select_on)
-    values = oracle.selection_values(z, score, select_on, 0.0 if bias is None else bias)
-    groups = oracle.group_values(values, attributes["num_groups"], attributes["group_score_k"])
-    return apart(plain) and apart(values) and apart(groups)
-
-
-def draw_row(rng: np.random.Generator, kind: str, experts: int) -> np.ndarray:
-    """Logits of one token. On the grid they are exact in all dtypes, with many ties."""
-    grid = rng.integers(-64, 64, experts) / 16
-    return {
-        "grid": lambda: grid,
-        "normal": lambda: 3 * rng.normal(size=experts),
-        "huge": lambda: rng.choice([1e4, 9984.0, 0, -9984.0, -1e4], experts),
-        "far": lambda: rng.choice([1e4, 100, 3, -3, -100, -104, -1e4], experts),
-        "low": lambda: grid - 100,
-        "lower": lambda: grid - 112,
-        "lowest": lambda: grid - 1e4,
-    }[kind]()
+from oracle_draws import SCORES, SIZES, Attributes, Case, Inputs, draw_row, is_decided, rng_of
 
 
 def routing(
@@ -407,9 +350,7 @@ def product_cases(names: tuple[str, ...], dtype_attribute: str) -> Iterator[Case
 
 
 def elementwise_cases(*names: str) -> Iterator[Case]:
-    for dtype, shape in itertools.product(DTYPES, ((0, 5), (1, 1), (7, 33), (65, 130))):
-        if dtype in ("int32", "bool"):
-            continue
+    for dtype, shape in itertools.product(ops.FLOAT_DTYPES, ((0, 5), (1, 1), (7, 33), (65, 130))):
 
         def make(dtype: str = dtype, shape: tuple[int, int] = shape) -> Any:
             rng = rng_of("elementwise", dtype, shape)
@@ -424,6 +365,8 @@ def elementwise_cases(*names: str) -> Iterator[Case]:
 _PLAN = ("expert_offsets", "expert_counts")
 
 CASES: dict[str, list[Case]] = {
+    **oracle_cases_bias.CASES,
+    **oracle_cases_dense.CASES,
     "gate": list(gate_cases(("x", "router", "router_bias"), ("gate_dtype",))),
     "gate_bwd_x": list(gate_cases(("grad_logits", "router"), ("gate_dtype", "x_dtype"))),
     "gate_bwd_params": list(

@@ -69,3 +69,23 @@ def test_adding_an_op_names_existing_files() -> None:
 def test_changelog_names_every_op() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert [op for op in ops.table() if "_bwd" not in op and f"`{op}`" not in text] == []
+
+
+# What docs/numerics.md says of the core's constants: the phrase, the header, the name.
+CONSTANTS = (
+    (r"(\d+) strided lanes", "math/router.h", "kLanes"),
+    (r"chunks of at least (\d+) tokens", "math/router.h", "kChunkTokens"),
+    (r"at most (\d+) a sequence", "math/router.h", "kMaxChunks"),
+    (r"(\d+) strided streams", "math/router.h", "kStreams"),
+    (r"log score is below (-\d+)", "math/router.h", "kRescueBelow"),
+    (r"the depth of a product: blocks of (\d+)", "cpu/simd.h", "kTileDepth"),
+)
+
+
+@pytest.mark.parametrize("phrase, header, name", CONSTANTS)
+def test_numerics_states_the_core_s_constants(phrase: str, header: str, name: str) -> None:
+    text = " ".join((ROOT / "docs" / "numerics.md").read_text().split())
+    code = (ROOT / "common" / "csrc" / header).read_text()
+    (said,) = re.findall(phrase, text)
+    (value,) = re.findall(rf"constexpr \w+ {name} = (-?\d+)", code)
+    assert said == value

@@ -61,6 +61,19 @@ def gradient_case(op: str, dtype: Any = np.float64) -> tuple[Inputs, dict[str, A
         return inputs, {"out_dtype": name}
     if op == "swiglu":
         return {n: rng.normal(size=(3, 4)).astype(dtype) for n in ("gate", "up")}, {}
+    if op == "scatter_weights":
+        weights = rng.normal(size=(4, 3)).astype("f8" if name == "float64" else "f4")
+        # Distinct, unused, repeated and out of range.
+        indices = np.array([[4, 0, 2], [-1, 3, 1], [2, 2, 0], [5, 1, -7]], "i4")
+        return {"weights": weights, "indices": indices}, {"num_experts": 5, "probs_dtype": name}
+    if op == "normalize_scores":
+        return {"logits": rng.normal(size=(4, 5)).astype(dtype)}, {"score": "sqrtsoftplus"}
+    if op == "aux_loss":
+        return {
+            "probs": rng.random((6, 8)).astype(dtype),
+            "expert_loads": rng.integers(0, 5, 8).astype("f4"),
+            "live_tokens": np.int32(5).reshape(()),
+        }, {**LOSS, "num_experts": 4, "num_tokens": 9}
     raise NotImplementedError(f"{op} has a gradient: give it inputs here")
 
 
@@ -88,7 +101,8 @@ def backward(
         }
         result = run(step.op.name, given, op.gradient_attributes(step, attributes, dtypes))
         for target, gradient in zip(step.targets, result.values(), strict=True):
-            gradients[names[target]] = gradient
+            # A gradient without leading axes of its input is the same along them.
+            gradients[names[target]] = np.broadcast_to(gradient, inputs[names[target]].shape)
     return gradients
 
 
@@ -155,6 +169,19 @@ def test_oracle_route_gradient(score: Any, normalize: Any, way: str) -> None:
         check_by_differences("route", {"logits": logits, **inputs}, attributes)
 
 
+@pytest.mark.parametrize("score", SCORES)
+def test_oracle_normalized_scores_gradient(score: str) -> None:
+    logits = 3 * rng_of("normalized", score).normal(size=(4, 7))
+    check_by_differences("normalize_scores", {"logits": logits}, {"score": score})
+
+
+@pytest.mark.parametrize("live", [None, 3])
+def test_oracle_aux_loss_gradient(live: int | None) -> None:
+    inputs, attributes = gradient_case("aux_loss")
+    inputs["live_tokens"] = None if live is None else np.int32(live).reshape(())
+    check_by_differences("aux_loss", inputs, attributes)
+
+
 def test_oracle_clamp_has_no_gradient_through_the_divisor() -> None:
     attributes = routing_attributes(score="sigmoid", eps=20.0, eps_mode="clamp", scale=20.0)
     logits = np.linspace(-1, 1, 6)[None].repeat(3, axis=0)
@@ -166,8 +193,11 @@ def test_oracle_clamp_has_no_gradient_through_the_divisor() -> None:
 # -- front ends ------------------------------------------------------------------------------------
 
 
-def public_call(f: Any, op: str, arrays: dict[str, Any], attributes: dict[str, Any]) -> list[Any]:
+def public_call(
+    adapter: Adapter, op: str, arrays: dict[str, Any], attributes: dict[str, Any]
+) -> list[Any]:
     """The float outputs of the public function that stands for an op."""
+    f = adapter.functions
     plan = DispatchPlan(
         **{k.name: arrays.get(k.name) for k in ops.table()["plan_dispatch"].outputs}
     )
@@ -189,6 +219,9 @@ def public_call(f: Any, op: str, arrays: dict[str, Any], attributes: dict[str, A
         return [f.grouped_matmul(arrays["rows"], arrays["w"], plan, **attributes)]
     if op == "swiglu":
         return [f.swiglu(arrays["gate"], arrays["up"])]
+    if op in ("scatter_weights", "normalize_scores", "aux_loss"):  # no function of their own
+        spec = ops.table()[op]
+        return list(adapter.apply(spec, [arrays.get(s.name) for s in spec.inputs], attributes))
     raise NotImplementedError(f"{op} has a gradient: call its public function here")
 
 
@@ -203,7 +236,7 @@ def test_gradient_of_the_public_function_is_the_backward_op(
     constants = {n: adapter.array(v) for n, v in inputs.items() if n not in targets}
     outputs, pull = adapter.vjp(
         lambda *xs: public_call(
-            adapter.functions, op, {**constants, **dict(zip(targets, xs, strict=True))}, attributes
+            adapter, op, {**constants, **dict(zip(targets, xs, strict=True))}, attributes
         ),
         *(inputs[n] for n in targets),
     )

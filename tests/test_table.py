@@ -38,13 +38,35 @@ def test_every_backward_op_belongs_to_one_op() -> None:
         assert all(name.startswith(f"{op.name}_bwd") for name in op.backward)
 
 
+# Float inputs without a gradient, and why.
+NO_GRADIENT = {
+    "route": {"bias": "steers selection only"},
+    "plan_dispatch": {"weights": "ranks drops only"},
+    "add": dict.fromkeys(("a", "b"), "used in backward passes only"),
+    "update_expert_bias": {"bias": "follows the load between steps"},
+    "count_quantile_bins": {
+        "logits": "integers come out, and a cutoff that steers only",
+        **dict.fromkeys(("bias", "lower", "upper"), "steer only"),
+    },
+    "update_expert_bias_by_quantile": dict.fromkeys(
+        ("bias", "lower", "upper"), "follow the load between steps"
+    ),
+    "aux_loss": {"expert_loads": "counts"},
+}
+# Axes along which a gradient is the same, so that its backward op leaves them out.
+UNIFORM = {("aux_loss", "probs"): ("T",)}
+
+
 @pytest.mark.parametrize("op", FORWARD, ids=lambda op: op.name)
 def test_every_float_input_has_a_gradient_or_is_said_to_have_none(op: ops.Op) -> None:
     covered = {op.inputs[i].name for step in op.gradient_steps for i in step.targets}
-    without = {"bias"}  # steers selection only
-    without |= {"weights"} if op.name == "plan_dispatch" else set()  # ranks drops only
-    without |= {"a", "b"} if op.name == "add" else set()  # used in backward passes only
-    assert covered == {t.name for t in op.inputs if t.is_float} - without
+    without = set(NO_GRADIENT.get(op.name, ()))
+    assert not covered & without
+    assert covered | without == {t.name for t in op.inputs if t.is_float}
+
+
+def test_what_is_said_of_gradients_names_ops_of_the_table() -> None:
+    assert set(NO_GRADIENT) | {op for op, _ in UNIFORM} <= {op.name for op in FORWARD}
 
 
 @pytest.mark.parametrize("op", FORWARD, ids=lambda op: op.name)
@@ -54,7 +76,8 @@ def test_backward_ops_take_what_the_forward_op_has(op: ops.Op) -> None:
             source = op.inputs[i] if kind == "input" else op.outputs[i]
             assert spec.axes == source.axes
         for spec, i in zip(step.op.outputs, step.targets, strict=True):
-            assert spec.axes == op.inputs[i].axes
+            left_out = UNIFORM.get((op.name, op.inputs[i].name), ())
+            assert left_out + spec.axes == op.inputs[i].axes
         forward_options = {a.name: a for a in op.attributes}
         for a in step.op.attributes:
             assert a.dtype_of or a == forward_options[a.name]

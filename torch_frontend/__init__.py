@@ -2,7 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """duomoe for PyTorch: the functions of duomoe as custom operators with autograd."""
 
-from duomoe import DispatchPlan, MoEOutput, MoEParams, RouterConfig, Routing, library
+from duomoe import (
+    DispatchPlan,
+    MoEOutput,
+    MoEParams,
+    QuantileBins,
+    RouterConfig,
+    Routing,
+    library,
+)
 
 library.load()
 try:
@@ -18,6 +26,7 @@ from duomoe.results import RECORDS as _RECORDS
 
 from torch_frontend.functional import (
     combine,
+    count_quantile_bins,
     gate,
     grouped_matmul,
     load_balancing_loss,
@@ -26,6 +35,8 @@ from torch_frontend.functional import (
     plan_dispatch,
     route,
     swiglu,
+    update_expert_bias,
+    update_expert_bias_by_quantile,
     z_loss,
 )
 
@@ -38,9 +49,11 @@ __all__ = [
     "DispatchPlan",
     "MoEOutput",
     "MoEParams",
+    "QuantileBins",
     "RouterConfig",
     "Routing",
     "combine",
+    "count_quantile_bins",
     "gate",
     "grouped_matmul",
     "load_balancing_loss",
@@ -49,5 +62,7 @@ __all__ = [
     "plan_dispatch",
     "route",
     "swiglu",
+    "update_expert_bias",
+    "update_expert_bias_by_quantile",
     "z_loss",
 ]

@@ -20,6 +20,7 @@ DTYPES = {
     "float16": torch.float16,
     "int32": torch.int32,
     "bool": torch.bool,
+    "uint8": torch.uint8,
 }
 
 
@@ -108,7 +109,7 @@ def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
         outputs = output if isinstance(output, tuple) else (output,)
         pool = {"input": tensors, "output": outputs}
         ctx.save_for_backward(*(pool[kind][i] for kind, i in kept))
-        ctx.input_dtypes = _shapes(tensors)[1]
+        ctx.input_shapes, ctx.input_dtypes = _shapes(tensors)
         ctx.output_kinds = [(o.shape, o.dtype, o.device) for o in outputs]
         integers = [o for o, spec in zip(outputs, op.outputs, strict=True) if not spec.is_float]
         ctx.mark_non_differentiable(*integers)
@@ -133,7 +134,9 @@ def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
             gradients = call(step.op, [fetch(s) for s in step.sources], attributes)
             for target, gradient in zip(step.targets, gradients, strict=True):
                 if ctx.needs_input_grad[target]:
-                    result[target] = gradient
+                    shape = ctx.input_shapes[target]
+                    lacks_axes = gradient.dim() != len(shape)
+                    result[target] = gradient.expand(shape) if lacks_axes else gradient
         return tuple(result)
 
     return setup_context, backward

@@ -69,6 +69,18 @@ class TorchFrontEnd:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         return value
 
+    def check_buffer(self, name: str, value: Any) -> torch.Tensor:
+        """`value`, if it is a torch.Tensor."""
+        return self.check_array(name, value)
+
+    def write(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The buffer, filled with `value`."""
+        return buffer.copy_(value)
+
+    def accumulate(self, buffer: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """The buffer, with `value` added to it."""
+        return buffer.add_(value)
+
     def dtype(self, x: torch.Tensor) -> str:
         """The dtype's name."""
         return bind.dtype_name(x)

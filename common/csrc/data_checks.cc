@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <vector>
@@ -74,6 +75,16 @@ Status check_slots(const Call& call, Backend backend) {
   return {};
 }
 
+// The range of the bins is one.
+Status check_bounds(const Call& call, Backend backend) {
+  std::vector<float> lower, upper;
+  if (Status s = read(call, backend, call.in("lower"), lower); !s.ok()) return s;
+  if (Status s = read(call, backend, call.in("upper"), upper); !s.ok()) return s;
+  if (lower[0] < upper[0] && std::isfinite(upper[0] - lower[0])) return {};
+  return {"bounds must be finite, the lower below the upper, got " + std::to_string(lower[0]) +
+          " and " + std::to_string(upper[0])};
+}
+
 }  // namespace
 
 void set_debug_checks(bool on) { flag() = on; }
@@ -90,7 +101,12 @@ Status check_inputs_data(const Call& call, Backend backend) {
     return check_ids(call, backend, "given_indices", "indices", call.axis('E'),
                      call.in("token_mask"));
   }
-  if (op == "route_bwd" || op == "plan_dispatch") {
+  if (op == "count_quantile_bins") return check_bounds(call, backend);
+  if (op == "mark_expert_bits") {
+    return check_ids(call, backend, "indices", "indices", call.integer("num_experts"));
+  }
+  if (op == "route_bwd" || op == "plan_dispatch" || op == "scatter_weights" ||
+      op == "mark_experts") {
     return check_ids(call, backend, "indices", "indices", call.axis('E'));
   }
   if (op == "permute" || op == "combine_bwd") {

@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "op_table.h"
 
-#include <sstream>
-
 namespace duomoe {
 namespace {
 
@@ -171,6 +169,128 @@ std::vector<OpSpec> make_table() {
       .attributes = {real("coeff")},
   });
 
+  // --- expert bias -----------------------------------------------------------------------------
+  ops.push_back({
+      .name = "update_expert_bias",
+      .summary =
+          "updated_bias[e] = bias[e] + rate * sign(mean load - counts[e]), the step less its "
+          "mean over the experts where `center` is yes.",
+      .inputs = {{"bias", "E", "float32"}, {"expert_counts", "E", "int32"}},
+      .outputs = {{"updated_bias", "E", "float32"}},
+      .attributes = {real("rate"), choice("center", {"no", "yes"})},
+  });
+  ops.push_back({
+      .name = "count_quantile_bins",
+      .summary =
+          "cutoffs[t] is the (K+1)-th selection value of token t; cutoffs[t] - s[t, e] falls "
+          "into one of B equal bins of [lower, upper), the end bins taking what lies beyond.",
+      .inputs = {{"logits", "T E", "<x>"},
+                 {"bias", "E", "float32", kOptional},
+                 {"token_mask", "T", "bool", kOptional},
+                 {"lower", "", "float32"},
+                 {"upper", "", "float32"}},
+      .outputs = {{"cutoffs", "T", "float32"}, {"bin_counts", "E B", "int32"}},
+      .attributes = {integer("top_k", 1), choice("score", {"softmax", "sigmoid", "sqrtsoftplus"}),
+                     choice("select_on", {"score", "logit"}), integer("num_bins", 1, "B")},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "update_expert_bias_by_quantile",
+      .summary =
+          "updated_bias[e] = decay * bias[e] + (1 - decay) * (the K/E quantile of expert e's "
+          "bins), less the mean over the experts.",
+      .inputs = {{"bias", "E", "float32"},
+                 {"bin_counts", "E B", "int32"},
+                 {"lower", "", "float32"},
+                 {"upper", "", "float32"}},
+      .outputs = {{"updated_bias", "E", "float32"}},
+      .attributes = {integer("top_k", 1), real("decay")},
+      .cuda_scratch = true,
+  });
+
+  // --- dense routing: [T, E] matrices, as other libraries exchange them --------------------------
+  ops.push_back({
+      .name = "scatter_weights",
+      .summary = "probs[t, e] = sum of weights[t, k] over the slots k of token t with expert e, in "
+                 "slot order and float32, rounded once; 0 elsewhere.",
+      .inputs = {{"weights", "T K", "float32"}, {"indices", "T K", "int32"}},
+      .outputs = {{"probs", "T E", "@probs_dtype"}},
+      .attributes = {integer("num_experts", 1, "E"), dtype("probs_dtype")},
+      .backward = {"scatter_weights_bwd"},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "scatter_weights_bwd",
+      .summary = "grad_weights[t, k] = grad_probs[t, indices[t, k]]; 0 for an unused slot.",
+      .inputs = {{"grad_probs", "T E", "@probs_dtype"}, {"indices", "T K", "int32"}},
+      .outputs = {{"grad_weights", "T K", "float32"}},
+      .attributes = {integer("num_experts", 1, "E"), dtype("probs_dtype")},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "mark_experts",
+      .summary = "routing_map[t, e] tells whether a slot of token t has expert e.",
+      .inputs = {{"indices", "T K", "int32"}},
+      .outputs = {{"routing_map", "T E", "bool"}},
+      .attributes = {integer("num_experts", 1, "E")},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "mark_expert_bits",
+      .summary = "mark_experts, packed: bit e % 8 of byte e / 8 of a token, B = ceil(num_experts / "
+                 "8) bytes; the bits past the last expert are 0.",
+      .inputs = {{"indices", "T K", "int32"}},
+      .outputs = {{"routing_map", "T B", "uint8"}},
+      .attributes = {integer("num_experts", 1), integer("num_bytes", 1, "B")},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "normalize_scores",
+      .summary = "scores[t] = softmax(z), or s / sum(s) over all experts for the other scores.",
+      .inputs = {{"logits", "T E", "<x>"}},
+      .outputs = {{"scores", "T E", "float32"}},
+      .attributes = {choice("score", {"softmax", "sigmoid", "sqrtsoftplus"})},
+      .backward = {"normalize_scores_bwd"},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "normalize_scores_bwd",
+      .summary =
+          "grad_logits = scores * (grad_scores - sum(scores * grad_scores)) * d ln s / dz, the "
+          "slope being 1 for the softmax.",
+      .inputs = {{"logits", "T E", "<x>"}, {"grad_scores", "T E", "float32"}},
+      .outputs = {{"grad_logits", "T E", "<x>"}},
+      .attributes = {choice("score", {"softmax", "sigmoid", "sqrtsoftplus"})},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "aux_loss",
+      .summary =
+          "coeff * num_experts / (top_k n^2) * sum_c expert_loads[c] * sum_t probs[t, c], n "
+          "being num_tokens (live_tokens where it is given) and the columns c the experts of "
+          "one or several sequences; 0 without tokens.",
+      .inputs = {{"probs", "T N", "<x>"},
+                 {"expert_loads", "N", "float32"},
+                 {"live_tokens", "", "int32", kOptional}},
+      .outputs = {{"loss", "", "float32"}},
+      .attributes = {integer("num_experts", 1), integer("top_k", 1), integer("num_tokens", 0),
+                     real("coeff")},
+      .backward = {"aux_loss_bwd"},
+      .shard_axes = "T",
+      .cuda_scratch = true,
+  });
+  ops.push_back({
+      .name = "aux_loss_bwd",
+      .summary = "grad_probs[t, c] = grad_loss * coeff * num_experts / (top_k n^2) * "
+                 "expert_loads[c], the same for every token.",
+      .inputs = {{"expert_loads", "N", "float32"},
+                 {"live_tokens", "", "int32", kOptional},
+                 {"grad_loss", "", "float32"}},
+      .outputs = {{"grad_probs", "N", "@probs_dtype"}},
+      .attributes = {integer("num_experts", 1), integer("top_k", 1), integer("num_tokens", 0),
+                     real("coeff"), dtype("probs_dtype", "probs")},
+  });
+
   // --- dispatch --------------------------------------------------------------------------------
   ops.push_back({
       .name = "plan_dispatch",
@@ -306,25 +426,6 @@ std::vector<OpSpec> make_table() {
   return ops;
 }
 
-void quote(std::ostream& os, const std::string& text) {
-  os << '"';
-  for (char c : text) {
-    if (c == '"' || c == '\\') os << '\\';
-    os << c;
-  }
-  os << '"';
-}
-
-template <typename T, typename Write>
-void list(std::ostream& os, const std::vector<T>& items, Write write) {
-  os << '[';
-  for (size_t i = 0; i < items.size(); ++i) {
-    if (i) os << ", ";
-    write(items[i]);
-  }
-  os << ']';
-}
-
 }  // namespace
 
 const std::vector<std::string>& float_dtypes() {
@@ -343,48 +444,6 @@ int op_index(std::string_view name) {
     if (table[i].name == name) return static_cast<int>(i);
   }
   return -1;
-}
-
-std::string op_table_json() {
-  std::ostringstream os;
-  auto text = [&](const std::string& s) { quote(os, s); };
-  auto field = [&](const char* key, const std::string& value, bool first = false) {
-    os << (first ? "" : ", ") << '"' << key << "\": ";
-    quote(os, value);
-  };
-  auto tensor = [&](const TensorSpec& t) {
-    os << '{';
-    field("name", t.name, true);
-    field("axes", t.axes);
-    field("dtype", t.dtype);
-    os << ", \"optional\": " << (t.optional ? "true" : "false") << '}';
-  };
-  list(os, op_table(), [&](const OpSpec& op) {
-    os << '{';
-    field("name", op.name, true);
-    field("summary", op.summary);
-    field("shard_axes", op.shard_axes);
-    os << ", \"inputs\": ";
-    list(os, op.inputs, tensor);
-    os << ", \"outputs\": ";
-    list(os, op.outputs, tensor);
-    os << ", \"attributes\": ";
-    list(os, op.attributes, [&](const AttributeSpec& a) {
-      static const char* kinds[] = {"int", "float", "choice"};
-      os << '{';
-      field("name", a.name, true);
-      field("kind", kinds[static_cast<int>(a.kind)]);
-      field("axis", a.axis);
-      field("dtype_of", a.dtype_of);
-      os << ", \"minimum\": " << a.minimum << ", \"choices\": ";
-      list(os, a.choices, text);
-      os << '}';
-    });
-    os << ", \"backward\": ";
-    list(os, op.backward, text);
-    os << '}';
-  });
-  return os.str();
 }
 
 }  // namespace duomoe

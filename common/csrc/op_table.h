@@ -6,7 +6,7 @@
 // the op reference.
 //
 // Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product,
-// F expert hidden width, R permuted rows, S sequences.
+// F expert hidden width, R permuted rows, S sequences, B bins or bytes.
 #pragma once
 
 #include <string>
@@ -18,8 +18,9 @@
 namespace duomoe {
 
 // `axes` is a list of axis letters ("T E", "E+1", "" for a scalar).
-// `dtype` is a fixed type ("float32", "int32", "bool"), a variable that is any float type and the
-// same wherever it stands in one op ("<x>"), or the value of a dtype attribute ("@gate_dtype").
+// `dtype` is a fixed type ("float32", "int32", "bool", "uint8"), a variable that is any float type
+// and the same wherever it stands in one op ("<x>"), or the value of a dtype attribute
+// ("@gate_dtype").
 struct TensorSpec {
   std::string name;
   std::string axes;
@@ -43,7 +44,8 @@ struct AttributeSpec {
 // The gradient of an op is the union of its backward ops' outputs. A backward op's tensors are
 // matched by name: `grad_y` is the cotangent of output y or the gradient of input y, any other name
 // is an input or output of the forward op, kept for the backward pass; attributes are the forward
-// op's of the same name.
+// op's of the same name. A gradient that lacks the leading axes of its input is the same along them
+// and is broadcast.
 struct OpSpec {
   std::string name;
   std::string summary;

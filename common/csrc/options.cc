@@ -61,6 +61,25 @@ Status check_options(const Call& call) {
       return {"drop_order='weight' needs weights"};
     }
   }
+  if (call.op.name == "count_quantile_bins" && call.integer("top_k") >= call.axis('E')) {
+    return {"top_k must be below the number of experts (" + text(call.axis('E')) + "), got " +
+            text(call.integer("top_k"))};
+  }
+  if (call.op.name == "update_expert_bias_by_quantile" &&
+      (call.integer("top_k") > call.axis('E') || call.real("decay") < 0 ||
+       call.real("decay") > 1)) {
+    return {"top_k must not exceed the number of experts, and decay must be between 0 and 1"};
+  }
+  if (call.op.name == "mark_expert_bits" &&
+      call.axis('B') != (call.integer("num_experts") + 7) / 8) {
+    return {"num_bytes must be ceil(num_experts / 8), got " + text(call.axis('B')) + " for " +
+            text(call.integer("num_experts")) + " experts"};
+  }
+  if ((call.op.name == "aux_loss" || call.op.name == "aux_loss_bwd") &&
+      call.axis('N') % call.integer("num_experts")) {
+    return {"the columns (" + text(call.axis('N')) + ") must be a multiple of num_experts (" +
+            text(call.integer("num_experts")) + ")"};
+  }
   if (call.axis('R') > limit)
     return {"row numbers are int32: rows must stay below 2^31, got " + text(call.axis('R'))};
   return {};

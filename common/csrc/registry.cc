@@ -32,7 +32,7 @@ std::string shape_text(const TensorView& view) {
 }
 
 const char* dtype_text(DType dtype) {
-  static const char* names[] = {"float32", "bfloat16", "float16", "int32", "bool"};
+  static const char* names[] = {"float32", "bfloat16", "float16", "int32", "bool", "uint8"};
   return names[static_cast<int>(dtype)];
 }
 
@@ -123,7 +123,8 @@ class Binder {
     } else {
       dtype = spec.dtype == "float32" ? DType::kFloat32
               : spec.dtype == "int32" ? DType::kInt32
-                                      : DType::kBool;
+              : spec.dtype == "bool"  ? DType::kBool
+                                      : DType::kUInt8;
     }
     return {};
   }

@@ -20,7 +20,7 @@
 
 namespace duomoe {
 
-enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kInt32, kBool };
+enum class DType : uint8_t { kFloat32, kBFloat16, kFloat16, kInt32, kBool, kUInt8 };
 
 constexpr size_t item_size(DType dtype) {
   switch (dtype) {
@@ -31,6 +31,7 @@ constexpr size_t item_size(DType dtype) {
     case DType::kFloat16:
       return 2;
     case DType::kBool:
+    case DType::kUInt8:
       return 1;
   }
   return 0;

@@ -9,7 +9,7 @@ arguments.
 
 from duomoe.config import RouterConfig
 from duomoe.library import debug_checks
-from duomoe.results import DispatchPlan, MoEOutput, MoEParams, Routing
+from duomoe.results import DispatchPlan, MoEOutput, MoEParams, QuantileBins, Routing
 
 __version__ = "0.1.0"
 
@@ -17,6 +17,7 @@ __all__ = [
     "DispatchPlan",
     "MoEOutput",
     "MoEParams",
+    "QuantileBins",
     "RouterConfig",
     "Routing",
     "__version__",

@@ -54,6 +54,13 @@ def number(name: str, value: Any) -> float:
     return result + 0.0
 
 
+def boolean(name: str, value: Any) -> bool:
+    """A static bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool, got {_shown(value)}")
+    return bool(value)
+
+
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
     """One of several names."""
     if not isinstance(value, str) or value not in allowed:

@@ -67,7 +67,7 @@ class BlockFunctions(Functions):
             token_mask = self._mask(token_mask, leading, "...")
             token_mask = self._frontend.merge_leading(token_mask, 0)
         if indices is not None:
-            indices = self._indices(indices)
+            indices = self._integers("indices", indices)
             arguments.shape("indices", indices.shape, (*leading, config.top_k), "..., K")
             indices = self._frontend.merge_leading(indices, 1)
 

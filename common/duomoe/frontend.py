@@ -16,6 +16,15 @@ class FrontEnd(Protocol):
     def check_array(self, name: str, value: Any) -> Array:
         """`value` as an array of the framework; TypeError naming the argument if it is none."""
 
+    def check_buffer(self, name: str, value: Any) -> Any:
+        """`value`, if an output may be written into it; TypeError naming the argument if not."""
+
+    def write(self, buffer: Any, value: Array) -> Array:
+        """`value` in the buffer's dtype: in the buffer itself where arrays are mutable."""
+
+    def accumulate(self, buffer: Array, value: Array) -> Array:
+        """The sum of both: in the buffer itself where arrays are mutable."""
+
     def dtype(self, x: Array) -> str:
         """The dtype's name, as NumPy or ml_dtypes writes it."""
 

@@ -8,6 +8,7 @@
       -> permute        rows[R,D]         -> grouped_matmul, swiglu, grouped_matmul
       -> combine        y[T,D]
     losses: load_balancing_loss(routing, config), z_loss(routing)
+    bias: update_expert_bias(bias, counts)  (duomoe.balance)
 
 Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product,
 F expert hidden width, R permuted rows, S sequences.
@@ -71,15 +72,15 @@ class Functions:
             raise TypeError(f"token_mask must be bool, got {dtype}")
         return token_mask
 
-    def _indices(self, indices: Any) -> Array:
-        """Integer ids as int32; an id that int32 cannot hold becomes its largest or smallest."""
-        indices = self._frontend.check_array("indices", indices)
-        dtype = self._frontend.dtype(indices)
+    def _integers(self, name: str, value: Any) -> Array:
+        """Integers as int32; one that int32 cannot hold becomes its largest or smallest."""
+        value = self._frontend.check_array(name, value)
+        dtype = self._frontend.dtype(value)
         if dtype not in INTEGER_DTYPES:
-            raise TypeError(f"indices must be an integer array, got {dtype}")
+            raise TypeError(f"{name} must be an integer array, got {dtype}")
         if dtype in ("int64", "uint32"):
-            indices = self._frontend.clip(indices, 0 if dtype == "uint32" else -(2**31), 2**31 - 1)
-        return indices if dtype == "int32" else self._frontend.cast(indices, "int32")
+            value = self._frontend.clip(value, 0 if dtype == "uint32" else -(2**31), 2**31 - 1)
+        return value if dtype == "int32" else self._frontend.cast(value, "int32")
 
     def _call(
         self, op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]
@@ -150,7 +151,7 @@ class Functions:
         if bias is not None:
             bias = self._frontend.stop_gradient(self._array("bias", bias, 1, "E"))
         if indices is not None:
-            indices = self._indices(indices)
+            indices = self._integers("indices", indices)
             arguments.shape("indices", indices.shape, (tokens, config.top_k), "T, K")
         if token_mask is not None:
             token_mask = self._mask(token_mask, (tokens,), "T")
@@ -246,7 +247,7 @@ class Functions:
         options = self._plan_options(capacity, drop_order, alignment, max_rows)
         if drop_order == "weight" and weights is None:
             raise ValueError("drop_order='weight' needs weights, got None")
-        indices = self._indices(self._array("indices", indices, 2, "T, K"))
+        indices = self._integers("indices", self._array("indices", indices, 2, "T, K"))
         if weights is not None:
             weights = self._frontend.stop_gradient(self._array("weights", weights, 2, "T, K"))
         num_rows = self._num_rows(indices.shape[0] * indices.shape[1], num_experts, *options)

@@ -32,7 +32,7 @@ class TensorSpec:
     @property
     def is_float(self) -> bool:
         """Whether it can carry a gradient."""
-        return self.dtype not in ("int32", "bool")
+        return self.dtype not in ("int32", "bool", "uint8")
 
 
 @dataclasses.dataclass(frozen=True)

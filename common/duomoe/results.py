@@ -4,7 +4,7 @@
 ends.
 
 Axis letters: T tokens, E experts, K experts per token, D model width, F expert hidden width,
-R permuted rows, S sequences.
+R permuted rows, S sequences, B bins.
 """
 
 from __future__ import annotations
@@ -68,6 +68,23 @@ class DispatchPlan(_Named):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class QuantileBins(_Named):
+    """How much bias each expert lacks for each token, as a histogram.
+
+    Attributes:
+        cutoffs: [T] float32, the (K+1)-th selection value of each token.
+        counts: [E, B] int32, tokens by the bias at which they would just have selected the expert.
+        lower: scalar float32 of rank 0, where the first bin begins.
+        upper: scalar float32 of rank 0, where the last bin ends.
+    """
+
+    cutoffs: Array
+    counts: Array
+    lower: Array
+    upper: Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class MoEParams(_Named):
     """The parameters of a block, in one layout for both frameworks.
 
@@ -109,4 +126,4 @@ class MoEOutput(_Named):
     kept_counts: Array
 
 
-RECORDS = (Routing, DispatchPlan, MoEParams, MoEOutput)
+RECORDS = (Routing, DispatchPlan, QuantileBins, MoEParams, MoEOutput)

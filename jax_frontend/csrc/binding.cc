@@ -100,6 +100,8 @@ std::optional<DType> dtype_of(ffi::DataType type) {
       return DType::kInt32;
     case ffi::DataType::PRED:
       return DType::kBool;
+    case ffi::DataType::U8:
+      return DType::kUInt8;
     default:
       return std::nullopt;
   }

@@ -39,8 +39,9 @@ using torch::headeronly::DeviceType;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr std::array<ScalarType, 5> kScalarTypes = {
-    ScalarType::Float, ScalarType::BFloat16, ScalarType::Half, ScalarType::Int, ScalarType::Bool};
+constexpr std::array<ScalarType, 6> kScalarTypes = {ScalarType::Float, ScalarType::BFloat16,
+                                                    ScalarType::Half,  ScalarType::Int,
+                                                    ScalarType::Bool,  ScalarType::Byte};
 
 std::string schema_of(const OpSpec& op) {
   std::string text = op.name + "(";
@@ -72,7 +73,7 @@ DType dtype_of(const OpSpec& op, const std::string& name, const Tensor& tensor) 
     if (kScalarTypes[i] == type) return static_cast<DType>(i);
   }
   fail(op.name + ": " + name +
-       " has a dtype that no op takes (allowed: float32, bfloat16, float16, int32, bool)");
+       " has a dtype that no op takes (allowed: float32, bfloat16, float16, int32, bool, uint8)");
 }
 
 TensorView view_of(const OpSpec& op, const std::string& name, const Tensor& tensor) {

@@ -1,9 +1,10 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What `route` and `route_bwd` do with one token, by one warp with the row in shared memory:
-// options, scores, weights and the split of the tokens over sequences. The formulas are those of
-// math/router.h, the orders of sums those of the CPU kernels, so that the bits are the same.
+// What the ops on logits do with one token, by one warp with the row in shared memory: scores,
+// selection values and, for `route` and `route_bwd`, options, weights and the split of the tokens
+// over sequences. The formulas are those of math/router.h, the orders of sums those of the CPU
+// kernels, so that the bits are the same.
 #pragma once
 
 #include "launch.h"
@@ -26,6 +27,23 @@ inline Status row_too_long(int64_t experts, int64_t bytes, size_t limit) {
   return {std::to_string(experts) + " experts need " + std::to_string(bytes) +
           " bytes of shared memory for one token, and a block of this GPU has at most " +
           std::to_string(limit)};
+}
+
+// Launches a kernel whose warps take a token each, with `words` words of shared memory for its row:
+// kMaxWarps warps to a block, or as many as have room.
+template <typename... Parameters, typename... Arguments>
+Status launch_tokens(Queue& queue, void (*kernel)(Parameters...), int64_t tokens, int64_t experts,
+                     int64_t words, const Arguments&... arguments) {
+  if (tokens == 0) return queue.status();
+  const size_t limit = queue.shared_limit();
+  const auto bytes = [&](int warps) { return kWordBytes * warps * words; };
+  int warps = kMaxWarps;
+  while (warps > 1 && bytes(warps) > static_cast<int64_t>(limit)) warps /= 2;
+  if (queue.status().ok() && bytes(warps) > static_cast<int64_t>(limit))
+    return row_too_long(experts, bytes(warps), limit);
+  queue.allow_shared(kernel, limit);
+  queue.launch(kernel, ceil_div(tokens, warps), warps * kLanes, bytes(warps), arguments...);
+  return queue.status();
 }
 
 // The options that both directions share.
@@ -125,6 +143,26 @@ struct Row {
   // P: the softmax of z, or s / sum of s.
   __device__ float probability(int64_t e) const {
     return score == Score::kSoftmax ? s[e] : unscaled_probability(e) * probability_inverse;
+  }
+
+  // grad[e] = P_e (g_e - sum P g) slope_e, g being the cotangent of P.
+  __device__ void probability_gradient(const float* g, float* grad) const {
+    for (int e = lane_id(); e < experts; e += kLanes) grad[e] = probability(e);
+    const float mean = lane_sum(experts, [&](int64_t e) { return grad[e] * g[e]; });
+    for (int e = lane_id(); e < experts; e += kLanes)
+      grad[e] = grad[e] * (g[e] - mean) * math::log_score_slope(score, z[e]);
+  }
+};
+
+// What the experts of a row are ordered by.
+struct SelectionValue {
+  const Row& row;
+  bool on_logit;
+  const float* bias;  // may be null
+
+  __device__ float chosen_on(int e) const { return on_logit ? row.z[e] : row.s[e]; }
+  __device__ float operator()(int e) const {
+    return math::selection_value(row.z[e], chosen_on(e), bias ? bias[e] : 0.0f);
   }
 };
 

@@ -13,6 +13,13 @@ namespace duomoe::cuda {
 // of +inf).
 constexpr uint32_t kOut = 0;
 
+// keys[e] of value(e), for every expert of the row.
+template <typename F>
+__device__ inline void write_keys(int experts, F value, uint32_t* keys) {
+  for (int e = lane_id(); e < experts; e += kLanes) keys[e] = math::order_key(value(e)) + 1;
+  __syncwarp();
+}
+
 // One number whose order is (key descending, id ascending) from large to small.
 __device__ inline uint64_t composite(uint32_t key, int64_t id) {
   return (static_cast<uint64_t>(key) << 32) | (0xffffffffu - static_cast<uint32_t>(id));

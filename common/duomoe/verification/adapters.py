@@ -19,6 +19,7 @@ DTYPES = {
     "float16": np.dtype("float16"),
     "int32": np.dtype("int32"),
     "bool": np.dtype("bool"),
+    "uint8": np.dtype("uint8"),
 }
 
 

@@ -195,6 +195,90 @@ def _z_loss(draw: Draw) -> Iterator[Case]:
     yield Case("", inputs, {"coeff": 0.001})
 
 
+@generates("update_expert_bias")
+def _update_expert_bias(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    counts = draw.rng.multinomial(o.tokens * o.top_k, draw.rng.dirichlet(np.ones(o.experts)))
+    inputs = {
+        "bias": draw.normal(o.experts, dtype="float32", scale=0.1),
+        "expert_counts": counts.astype(np.int32),
+    }
+    for center in ("no", "yes"):
+        yield Case(f"center {center}", inputs, {"rate": 0.001, "center": center})
+
+
+@generates("count_quantile_bins")
+def _count_quantile_bins(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    if o.experts == 1:  # the cutoff is the value of the (K+1)-th expert
+        return
+    attributes = {"top_k": min(o.top_k, o.experts - 1), "score": o.score, "num_bins": 100}
+    inputs = {"logits": draw.normal(o.tokens, o.experts, scale=2.0)}
+    inputs |= {n: np.array(x, np.float32) for n, x in (("lower", -1.5), ("upper", 1.5))}
+    steered = {
+        "bias": draw.normal(o.experts, dtype="float32", scale=0.1),
+        "token_mask": draw.rng.random(o.tokens) < 0.9,
+    }
+    yield Case("bias, mask", inputs | steered, attributes | {"select_on": "score"})
+    yield Case("logits", inputs, attributes | {"select_on": "logit"})
+
+
+@generates("update_expert_bias_by_quantile")
+def _update_expert_bias_by_quantile(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    shares = draw.rng.dirichlet(np.ones(100), size=o.experts)
+    inputs = {
+        "bias": draw.normal(o.experts, dtype="float32", scale=0.1),
+        "bin_counts": draw.rng.multinomial(o.tokens, shares).astype(np.int32),
+        "lower": np.array(-1.5, np.float32),
+        "upper": np.array(1.5, np.float32),
+    }
+    yield Case("", inputs, {"top_k": o.top_k, "decay": 0.9})
+
+
+@generates("scatter_weights")
+def _scatter_weights(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    inputs = {"weights": draw.uniform(o.tokens, o.top_k), "indices": draw.indices()}
+    for dtype in dict.fromkeys((o.dtype, "float32")):
+        yield Case(f"{dtype} result", inputs, {"num_experts": o.experts, "probs_dtype": dtype})
+
+
+@generates("mark_experts")
+def _mark_experts(draw: Draw) -> Iterator[Case]:
+    yield Case("", {"indices": draw.indices()}, {"num_experts": draw.options.experts})
+
+
+@generates("mark_expert_bits")
+def _mark_expert_bits(draw: Draw) -> Iterator[Case]:
+    experts = draw.options.experts
+    attributes = {"num_experts": experts, "num_bytes": -(-experts // 8)}
+    yield Case("", {"indices": draw.indices()}, attributes)
+
+
+@generates("normalize_scores")
+def _normalize_scores(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    yield Case("", {"logits": draw.normal(o.tokens, o.experts, scale=2.0)}, {"score": o.score})
+
+
+@generates("aux_loss")
+def _aux_loss(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    attributes = {"num_experts": o.experts, "top_k": o.top_k, "coeff": 0.01}
+    plain = {
+        "probs": draw.uniform(o.tokens, o.experts).astype(DTYPES[o.dtype]),
+        "expert_loads": draw.uniform(o.experts) * np.float32(o.tokens),
+    }
+    yield Case("", plain, attributes | {"num_tokens": o.tokens})
+    sequences = {
+        "probs": draw.uniform(o.tokens, 3 * o.experts).astype(DTYPES[o.dtype]),
+        "expert_loads": draw.uniform(3 * o.experts) * np.float32(o.tokens),
+        "live_tokens": np.array(o.tokens, np.int32),
+    }
+    yield Case("3 sequences, live tokens", sequences, attributes | {"num_tokens": 0})
+
+
 @generates("plan_dispatch")
 def _plan_dispatch(draw: Draw) -> Iterator[Case]:
     yield draw.planned(alignment=1, capacity=False)
