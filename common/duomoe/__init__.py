@@ -7,6 +7,7 @@ neither. The functions are in `jax_frontend` and `torch_frontend`, with the same
 arguments.
 """
 
+from duomoe import presets
 from duomoe.config import RouterConfig
 from duomoe.library import debug_checks
 from duomoe.results import DispatchPlan, MoEOutput, MoEParams, QuantileBins, Routing
@@ -22,4 +23,5 @@ __all__ = [
     "Routing",
     "__version__",
     "debug_checks",
+    "presets",
 ]

@@ -164,3 +164,24 @@ class RouterConfig:
                 f"unknown router option {unknown[0]!r}; allowed: {', '.join(sorted(known))}"
             )
         return cls(**options)
+
+    @classmethod
+    def from_hf(cls, config: Any, *, layer: int | None = None) -> RouterConfig:
+        """Read the router of a Hugging Face config; docs/router.md lists the model_types.
+
+        Keys that the config leaves out have the defaults of the model's class in transformers.
+        transformers itself is not needed. What RouterConfig cannot express exactly is refused.
+
+        Args:
+            config: path of a config.json or of its folder, a dict, or an object with to_dict. The
+                text_config of a multimodal one is taken.
+            layer: the layer to read, needed where layers differ.
+
+        Raises:
+            ValueError: on an unknown model_type, value or key that looks like a router option, on a
+                layer without a router, and on lists that differ by layer if layer is None; it names
+                the key, the value and what is allowed. TypeError: on another kind of config.
+        """
+        from duomoe import hf  # it needs this module, and the table of presets
+
+        return hf.read(config, layer=layer)
