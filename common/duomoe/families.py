@@ -71,7 +71,7 @@ def _defaults(num_experts: int, top_k: int, **options: Any) -> dict[str, Any]:
 
 # -- keys that several families share --------------------------------------------------------------
 
-# Sizes of experts, and what concerns losses or what a forward pass returns.
+# Sizes of experts, and what a forward pass returns.
 COMMON = frozenset(
     {
         "moe_intermediate_size",
@@ -79,8 +79,6 @@ COMMON = frozenset(
         "n_shared_experts",
         "num_shared_experts",
         "output_router_logits",
-        "router_aux_loss_coef",
-        "router_z_loss_coef",
     }
 )
 # Sampling defaults that configs of transformers before version 5 carry.

@@ -26,6 +26,8 @@ LOOKS_LIKE_ROUTER = re.compile(
     r"rout|moe|expert|top_?k|scor|group|gate|gating|jitter|hash|dense|capacity"
     r"|sparse_step|mlp_only|mlp_layer"
 )
+# What concerns only losses; "aux_loss_free" is a way of choosing.
+CONCERNS_A_LOSS = re.compile(r"aux_loss(?!_free)|z_loss")
 # Wrappers whose class takes this text model for a text_config without model_type.
 TEXT_TYPES = {"llama4": "llama4_text", "kimi_k25": "deepseek_v3"}
 
@@ -42,18 +44,22 @@ def _load(config: Any) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
         return values
+    return _values("config", "a path, a dict or an object with to_dict", config)
+
+
+def _values(name: str, allowed: str, config: Any) -> dict[str, Any]:
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     if not isinstance(config, Mapping):
-        raise TypeError(
-            f"config must be a path, a dict or an object with to_dict, got {type(config).__name__}"
-        )
+        raise TypeError(f"{name} must be {allowed}, got {type(config).__name__}")
     return dict(config)
 
 
 def _refuse_unknown(where: str, values: Mapping[str, Any], known: set[str]) -> None:
     for key in values:
-        if LOOKS_LIKE_ROUTER.search(key) and key not in known:
+        if key in known or CONCERNS_A_LOSS.search(key):
+            continue
+        if LOOKS_LIKE_ROUTER.search(key):
             raise ValueError(
                 f"{where}: {key} = {values[key]!r} looks like a router option and from_hf does "
                 f"not know it; it knows {', '.join(sorted(known))}"
@@ -63,17 +69,13 @@ def _refuse_unknown(where: str, values: Mapping[str, Any], known: set[str]) -> N
 def _text(values: dict[str, Any]) -> dict[str, Any]:
     """The language model's own config, out of a multimodal one."""
     model_type = values.get("model_type")
-    if values.get("text_config") is None and model_type not in TEXT_TYPES:
+    default = TEXT_TYPES.get(model_type) if isinstance(model_type, str) else None
+    if values.get("text_config") is None and default is None:
         return values
-    _refuse_unknown(
-        f"{model_type} around text_config",
-        values,
-        {"text_config", *COMMON, *GENERATION, *(k for k in values if k.endswith("_config"))},
-    )
-    text = _load(values.get("text_config") or {})
-    if text.get("model_type") is None and model_type in TEXT_TYPES:
-        text["model_type"] = TEXT_TYPES[model_type]
-    return text
+    _refuse_unknown(f"{model_type} around text_config", values, {*COMMON, *GENERATION})
+    given = values.get("text_config") or {}
+    text = _values("text_config", "a dict or an object with to_dict", given)
+    return text if text.get("model_type") is not None else {**text, "model_type": default}
 
 
 class _Reader:
@@ -82,7 +84,7 @@ class _Reader:
     def __init__(self, config: Any) -> None:
         self.values = _text(_load(config))
         model_type = self.values.get("model_type")
-        if model_type not in BY_TYPE:
+        if not isinstance(model_type, str) or model_type not in BY_TYPE:
             raise ValueError(
                 f"model_type must be one of {', '.join(sorted(BY_TYPE))}, got {model_type!r}"
             )
@@ -123,7 +125,7 @@ class _Reader:
             return names[0], self.family.defaults[option]
         for other in given[1:]:
             if self.values[other] != self.values[given[0]]:
-                raise self.error(other, f"{given[0]}, which is {self.values[given[0]]!r},")
+                raise self.error(other, f"equal to {given[0]} ({self.values[given[0]]!r})")
         key = given[0]
         return key, self._typed(option, key, self._of_layer(key, layer))
 
@@ -187,7 +189,7 @@ class _Reader:
                 origin[option], options[option] = self.option(option, layer)
         for key, option in self.family.echoes.items():
             if key in self.values and self.values[key] != options[option]:
-                raise self.error(key, f"{origin[option]}, which is {options[option]!r},")
+                raise self.error(key, f"equal to {origin[option]} ({options[option]!r})")
         try:
             return RouterConfig(**options)
         except (TypeError, ValueError) as error:

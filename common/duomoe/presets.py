@@ -46,8 +46,8 @@ class Model:
     bias: str | None = None
     outside: str | None = None
 
-    def doc(self) -> str:
-        """The function's docstring."""
+    def facts(self) -> str:
+        """What docs/api.md says of the preset."""
         parts = [
             f"The router of {self.released}.",
             f"Source: {self.source}.",
@@ -55,11 +55,18 @@ class Model:
             f"Outside the router: {self.outside or 'nothing'}.",
             f"Gate: {self.gate}.",
         ]
-        text = "\n\n".join(textwrap.fill(part, 92) for part in parts)
-        return (
-            f"{text}\n\nArgs:\n    options: any of RouterConfig's; the defaults are this model's.\n"
-            "\nRaises:\n    ValueError, TypeError: as RouterConfig does."
-        )
+        return "\n".join(textwrap.fill(part, 92, subsequent_indent="    ") for part in parts)
+
+    def doc(self) -> str:
+        """The function's docstring."""
+        return f"""{self.facts()}
+
+Args:
+    options: any of RouterConfig's; the defaults are this model's.
+
+Raises:
+    ValueError, TypeError: as RouterConfig does.
+"""
 
 
 MODELS: dict[str, Model] = {}
@@ -252,7 +259,7 @@ gpt_oss = _preset(
         "gpt-oss-120b (gpt-oss-20b: num_experts=32)",
         {"num_experts": 128, "top_k": 4, "score_scope": "selected", "select_on": "logit"},
         (hf.GPT_OSS,),
-        source="arXiv:2508.10925, section 2.2, and the transformers class",
+        source="arXiv:2508.10925, section 2, and the transformers class",
         outside="the gate has a learned bias of its own: gate(..., router_bias=), which is part of "
         "the logits and so of the weights",
         gate="product, softmax and weights in the dtype of the gate, each rounded once",
