@@ -71,10 +71,23 @@ class Case:
         module = f"transformers.models.{self.package}.modeling_{self.package}"
         return getattr(importlib.import_module(module), name)
 
-    def config(self, **options: Any) -> Any:
+    @property
+    def _config_class(self) -> Any:
         module = f"transformers.models.{self.package}.configuration_{self.package}"
-        made = getattr(importlib.import_module(module), self.config_class or f"{self.prefix}Config")
-        return made(**{"hidden_size": WIDTH, "num_attention_heads": 4, **options})
+        name = self.config_class or f"{self.prefix}Config"
+        return getattr(importlib.import_module(module), name)
+
+    @property
+    def model_type(self) -> str:
+        return self._config_class.model_type
+
+    def default(self, **options: Any) -> Any:
+        """The configuration class's own defaults, but for the options."""
+        return self._config_class(**options)
+
+    def config(self, **options: Any) -> Any:
+        """A configuration of WIDTH."""
+        return self.default(**{"hidden_size": WIDTH, "num_attention_heads": 4, **options})
 
     def make(self, config: Any, dtype: torch.dtype, rng: np.random.Generator) -> Any:
         """The router with random weights in this dtype, and its random selection bias."""
