@@ -19,7 +19,7 @@ help:
 	@echo "make lint        ruff, clang-format, mypy"
 	@echo "make format      rewrite the sources as ruff and clang-format want them"
 	@echo "make cuda-check  compile every CUDA kernel (needs nvcc, no GPU)"
-	@echo "make reference   rewrite docs/ops.md from the op table"
+	@echo "make reference   rewrite docs/ops.md, api.md and router.md from the code"
 	@echo "make wheel       build a wheel into dist/"
 	@echo "make clean       remove .venv and everything built"
 

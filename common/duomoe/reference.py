@@ -1,7 +1,7 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
 """The reference pages in Markdown, from the op table and the docstrings:
-`python -m duomoe.reference docs` writes docs/ops.md and docs/api.md.
+`python -m duomoe.reference docs` writes docs/ops.md, docs/api.md and docs/router.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from duomoe import RouterConfig, debug_checks, ops, results
+from duomoe import RouterConfig, debug_checks, ops, presets, results, router_page
 
 HEADER = """# Op reference
 
@@ -82,18 +82,26 @@ def _api_section(name: str, thing: Any) -> str:
     return f"{heading}\n\n```text\n{inspect.getdoc(thing)}\n```"
 
 
+def _preset_section(model: presets.Model) -> str:
+    # Only the options in which the model differs from RouterConfig's defaults.
+    options = ", ".join(f"{name}={value!r}" for name, value in model.options.items())
+    call = f"duomoe.presets.{model.name}(*, {options}, ...) -> RouterConfig"
+    return f"## duomoe.presets.{model.name}\n\n```\n{call}\n```\n\n```text\n{model.facts()}\n```"
+
+
 def api_page() -> str:
     """docs/api.md; needs torch, whose front end stands for both."""
     frontend = importlib.import_module("torch_frontend")
     entries = [(n, getattr(frontend, n)) for n in frontend.__all__ if n.islower()]
-    entries += [("RouterConfig", RouterConfig)]
+    entries += [("RouterConfig", RouterConfig), ("RouterConfig.from_hf", RouterConfig.from_hf)]
     entries += [(record.__name__, record) for record in results.RECORDS]
     entries += [("duomoe.debug_checks", debug_checks)]
     sections = [_api_section(name, thing) for name, thing in entries]
+    sections += map(_preset_section, presets.MODELS.values())
     return "\n\n".join([API_HEADER.rstrip(), *sections]) + "\n"
 
 
-PAGES = {"ops.md": ops_page, "api.md": api_page}
+PAGES = {"ops.md": ops_page, "api.md": api_page, "router.md": router_page.page}
 
 
 if __name__ == "__main__":
