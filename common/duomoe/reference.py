@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from duomoe import RouterConfig, debug_checks, ops, presets, results, router_page
+from duomoe import RouterConfig, debug_checks, hf, ops, presets, results, router_page
 
 HEADER = """# Op reference
 
@@ -70,7 +70,8 @@ Made from the docstrings by `make reference`; a test compares the two.
 
 `jax_frontend` and `torch_frontend` have the functions below with the same arguments, but for the
 one that names where tokens are spread: `axis_name` in JAX, `group` in PyTorch. Arrays are
-`jax.Array` (or NumPy arrays) or `torch.Tensor`.
+`jax.Array` (or NumPy arrays) or `torch.Tensor`. In the `te` modules each front end keeps the order
+of arguments that its users know; see [te](te.md).
 """
 
 
@@ -95,7 +96,9 @@ def api_page() -> str:
     entries = [(n, getattr(frontend, n)) for n in frontend.__all__ if n.islower()]
     entries += [("RouterConfig", RouterConfig), ("RouterConfig.from_hf", RouterConfig.from_hf)]
     entries += [(record.__name__, record) for record in results.RECORDS]
-    entries += [("duomoe.debug_checks", debug_checks)]
+    entries += [("duomoe.hf.layer_kinds", hf.layer_kinds), ("duomoe.debug_checks", debug_checks)]
+    te = importlib.import_module("torch_frontend.te")
+    entries += [(f"torch_frontend.te.{n}", getattr(te, n)) for n in te.__all__ if n.islower()]
     sections = [_api_section(name, thing) for name, thing in entries]
     sections += map(_preset_section, presets.MODELS.values())
     return "\n\n".join([API_HEADER.rstrip(), *sections]) + "\n"
