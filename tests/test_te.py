@@ -145,7 +145,8 @@ def test_dense_indices(adapter, rng, dtype: str) -> None:
     logits = distinct_logits(rng, 2, 9, 16)
     order = np.argsort(-logits, axis=-1, kind="stable")[..., :4]
     if adapter.name == "torch":
-        buffer = torch.full((2, 9, 4), -7, dtype=getattr(torch, dtype))
+        kind = {"dtype": getattr(torch, dtype), "device": adapter.device}
+        buffer = torch.full((2, 9, 4), -7, **kind)
         _, ids = topk(adapter, adapter.array(logits), 4, topk_indices=buffer)
         assert ids is buffer
     else:

@@ -24,8 +24,7 @@ DUOMOE_KERNEL(kCpu, update_expert_bias) {
     steps += static_cast<int64_t>(math::load_step(total, experts, counts[e]));
   }
   const bool center = call.integer("center") != 0;
-  const float mean_step =
-      center ? static_cast<float>(static_cast<double>(steps) / static_cast<double>(experts)) : 0.0f;
+  const float mean_step = center ? math::mean_step(steps, experts) : 0.0f;
   for (int64_t e = 0; e < experts; ++e) {
     updated[e] =
         math::stepped_bias(bias[e], rate, math::load_step(total, experts, counts[e]), mean_step);
@@ -94,7 +93,7 @@ DUOMOE_KERNEL(kCpu, update_expert_bias_by_quantile) {
   for (int64_t e = 0; e < experts; ++e) {
     const double quantile =
         math::bin_quantile(counts + e * bins, bins, top_k, experts, lower, upper, bias[e]);
-    wanted[e] = decay * bias[e] + (1.0 - decay) * quantile;
+    wanted[e] = math::decayed_bias(decay, bias[e], quantile);
     sum += wanted[e];
   }
   const double mean = sum / static_cast<double>(experts);

@@ -274,11 +274,10 @@ struct JoinChunks {
 // One warp.
 __global__ void sum_aux_loss(LossScale scale, int64_t columns, const float* loads,
                              const float* sums, float* loss) {
-  const double factor = scale.factor();
   const double sum = ordered_sum(columns, [=](int64_t c) {
     return static_cast<double>(loads[c]) * static_cast<double>(sums[c]);
   });
-  if (lane_id() == 0) *loss = factor == 0.0 ? 0.0f : static_cast<float>(scale.coeff * factor * sum);
+  if (lane_id() == 0) *loss = math::scaled_aux_loss(scale.coeff, scale.factor(), sum);
 }
 
 DUOMOE_KERNEL(kCuda, aux_loss) {

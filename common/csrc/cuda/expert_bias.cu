@@ -20,7 +20,7 @@ __global__ void step_bias(int64_t experts, float rate, bool center, const float*
   if (center) {
     const int64_t steps =
         integer_sum(experts, [=](int64_t e) { return static_cast<int64_t>(step(e)); });
-    mean_step = static_cast<float>(static_cast<double>(steps) / static_cast<double>(experts));
+    mean_step = math::mean_step(steps, experts);
   }
   for (int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; e < experts;
        e += static_cast<int64_t>(gridDim.x) * kThreads) {
@@ -114,7 +114,7 @@ __global__ void want_biases(int64_t experts, int64_t bins, int64_t top_k, double
   if (e >= experts) return;
   const double quantile =
       math::bin_quantile(counts + e * bins, bins, top_k, experts, *lower, *upper, bias[e]);
-  wanted[e] = decay * bias[e] + (1.0 - decay) * quantile;
+  wanted[e] = math::decayed_bias(decay, bias[e], quantile);
 }
 
 // One block.

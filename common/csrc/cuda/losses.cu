@@ -1,11 +1,10 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The losses of math/losses.h, with its order of every sum: lanes prepare terms side by side, which
-// are then added one after another.
+// The losses of math/losses.h, with its order of every sum.
 #include "../math/losses.h"
 #include "launch.h"
-#include "warp.h"
+#include "sums.cuh"
 
 namespace duomoe::cuda {
 namespace {
@@ -13,34 +12,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kSequencesAtOnce = 32;
 
-// sum + term of lane 0 + term of lane 1 + ...
-__device__ double add_in_lane_order(double sum, double term) {
-  for (int l = 0; l < kLanes; ++l) sum += __shfl_sync(kAllLanes, term, l);
-  return sum;
-}
-
-// sum over i < n of f(i), in index order.
-template <typename F>
-__device__ double ordered_sum(int64_t n, F f) {
-  double sum = 0.0;
-  for (int64_t begin = 0; begin < n; begin += kLanes) {
-    const int64_t i = begin + lane_id();
-    sum = add_in_lane_order(
-        sum, i < n ? f(i) : 0.0);  // a sum that starts at +0 doesn't change when 0 is added
-  }
-  return sum;
-}
-
 __device__ int64_t occupied_sequences(const int32_t* num_tokens, int64_t sequences) {
-  int64_t occupied = 0;
-  for (int64_t s = lane_id(); s < sequences; s += kLanes) occupied += num_tokens[s] > 0;
-  return warp_sum(occupied);
+  return integer_sum(sequences, [=](int64_t s) { return num_tokens[s] > 0; });
 }
 
 __device__ int64_t total_tokens(const int32_t* num_tokens, int64_t sequences) {
-  int64_t total = 0;
-  for (int64_t s = lane_id(); s < sequences; s += kLanes) total += num_tokens[s];
-  return warp_sum(total);
+  return integer_sum(sequences, [=](int64_t s) { return num_tokens[s]; });
 }
 
 // One block; warp w sums sequence w of each group of kSequencesAtOnce.

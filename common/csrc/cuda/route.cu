@@ -45,14 +45,6 @@ __device__ float route_token(const Route& a, int64_t t, int64_t s, Row& row, uin
   row.compute(static_cast<const T*>(a.logits) + t * a.experts);
   int32_t* ids = a.indices + t * a.top_k;  // slot k is written and read by lane k % 32
   float* weights = a.weights + t * a.top_k;
-  const auto write_keys = [&](const float* bias) {
-    const auto value = [&row, on_logit = a.on_logit, bias](int e) {
-      return math::selection_value(row.z[e], on_logit ? row.z[e] : row.s[e], bias ? bias[e] : 0.0f);
-    };
-    for (int e = lane_id(); e < a.experts; e += kLanes) keys[e] = math::order_key(value(e)) + 1;
-    __syncwarp();
-    return value;
-  };
 
   if (a.given) {
     for (int k = lane_id(); k < a.top_k; k += kLanes) {
@@ -60,7 +52,8 @@ __device__ float route_token(const Route& a, int64_t t, int64_t s, Row& row, uin
       ids[k] = e >= 0 && e < a.experts ? e : -1;
     }
   } else {
-    const auto value = write_keys(a.bias);
+    const SelectionValue value{.row = row, .on_logit = a.on_logit, .bias = a.bias};
+    write_keys(a.experts, value, keys);
     if (!a.groups.all_stay()) keep_best_groups(a.groups, a.experts, value, keys, group_keys);
     select(keys, a.experts, a.top_k, [&](int k, int32_t id) {
       if (k % kLanes == lane_id()) ids[k] = id;
@@ -76,7 +69,8 @@ __device__ float route_token(const Route& a, int64_t t, int64_t s, Row& row, uin
   }
   if (a.separate_loss_counts) {
     __syncwarp();  // all have read the keys of the first selection
-    write_keys(nullptr);
+    write_keys(a.experts, SelectionValue{.row = row, .on_logit = a.on_logit, .bias = nullptr},
+               keys);
     select(keys, a.experts, a.top_k, [&](int k, int32_t id) {
       if (k % kLanes == lane_id()) atomicAdd(a.sequence_counts + s * a.experts + id, 1);
     });

@@ -61,12 +61,9 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_bwd_tokens(const Rout
   const float softmax_factor = grad_square != 0.0f ? 2.0f * row.logsumexp * grad_square : 0.0f;
   const float rest = row.score == Score::kSoftmax ? weight.divisor.rest * common : 0.0f;
   const float* grad_probabilities = a.grad_score_sums + s * a.experts;
-  for (int e = lane_id(); e < a.experts; e += kLanes) grad[e] = row.probability(e);
-  const float mean =
-      lane_sum(a.experts, [&](int64_t e) { return grad[e] * grad_probabilities[e]; });
+  row.probability_gradient(grad_probabilities, grad);
   for (int e = lane_id(); e < a.experts; e += kLanes) {
-    float sum =
-        grad[e] * (grad_probabilities[e] - mean) * math::log_score_slope(row.score, row.z[e]);
+    float sum = grad[e];
     if (softmax_factor != 0.0f)
       sum = math::fma(math::exp(row.z[e] - row.peak) * row.inverse, softmax_factor, sum);
     if (rest != 0.0f) sum = math::fma(-row.s[e], rest, sum);
@@ -94,19 +91,10 @@ DUOMOE_KERNEL(kCuda, route_bwd) {
                    .grad_score_sums = call.in("grad_score_sums").as<const float>(),
                    .grad_logsumexp_sq = call.in("grad_logsumexp_sq").as<const float>(),
                    .grad_logits = call.out("grad_logits").data};
-  if (tokens == 0) return {};
   Queue queue(call);
-  const size_t limit = queue.shared_limit();
-  const auto bytes = [&](int warps) { return kWordBytes * warps * a.words_per_warp(); };
-  int warps = kMaxWarps;
-  while (warps > 1 && bytes(warps) > static_cast<int64_t>(limit)) warps /= 2;
-  if (queue.status().ok() && bytes(warps) > static_cast<int64_t>(limit))
-    return row_too_long(experts, bytes(1), limit);
-  with_type(call.in("logits").dtype, [&]<typename T>(T) {
-    queue.allow_shared(route_bwd_tokens<T>, limit);
-    queue.launch(route_bwd_tokens<T>, ceil_div(tokens, warps), warps * kLanes, bytes(warps), a);
+  return with_type(call.in("logits").dtype, [&]<typename T>(T) {
+    return launch_tokens(queue, route_bwd_tokens<T>, tokens, experts, a.words_per_warp(), a);
   });
-  return queue.status();
 }
 
 }  // namespace

@@ -14,6 +14,11 @@ DUOMOE_FN float load_step(int64_t total, int64_t experts, int64_t load) {
   return excess < 0 ? 1.0f : excess > 0 ? -1.0f : 0.0f;
 }
 
+// The mean of the experts' steps.
+DUOMOE_FN float mean_step(int64_t steps, int64_t experts) {
+  return static_cast<float>(static_cast<double>(steps) / static_cast<double>(experts));
+}
+
 // bias + rate * step, less `mean_step` times rate; every operation rounds to float32, as in models
 // that keep the bias in it.
 DUOMOE_FN float stepped_bias(float bias, float rate, float step, float mean_step) {
@@ -51,6 +56,11 @@ DUOMOE_FN double bin_quantile(const int32_t* counts, int64_t bins, int64_t top_k
     below += here;
   }
   return fallback;
+}
+
+// Before the mean over the experts is taken off.
+DUOMOE_FN double decayed_bias(double decay, double bias, double quantile) {
+  return decay * bias + (1.0 - decay) * quantile;
 }
 
 }  // namespace duomoe::math

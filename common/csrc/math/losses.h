@@ -54,17 +54,19 @@ DUOMOE_FN float z_loss(const float* logsumexp_sq, const int32_t* num_tokens, int
   return tokens > 0 ? static_cast<float>(coeff * sum / static_cast<double>(tokens)) : 0.0f;
 }
 
+DUOMOE_FN float scaled_aux_loss(double coeff, double factor, double sum) {
+  return factor == 0.0 ? 0.0f : static_cast<float>(coeff * factor * sum);
+}
+
 // The loss over a matrix of scores with columns c: coeff * E / (K n^2) * sum_c loads_c * sums_c. A
 // column is an expert, or an expert of one of several sequences.
 DUOMOE_FN float aux_loss(const float* loads, const float* sums, int64_t columns, int64_t tokens,
                          int64_t experts, int64_t top_k, double coeff) {
-  const double factor = load_balancing_factor(tokens, 1, experts, top_k);
-  if (factor == 0.0) return 0.0f;
   double sum = 0.0;
   for (int64_t c = 0; c < columns; ++c) {
     sum += static_cast<double>(loads[c]) * static_cast<double>(sums[c]);
   }
-  return static_cast<float>(coeff * factor * sum);
+  return scaled_aux_loss(coeff, load_balancing_factor(tokens, 1, experts, top_k), sum);
 }
 
 DUOMOE_FN float aux_loss_gradient(double factor, float load) {
