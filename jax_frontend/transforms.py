@@ -241,6 +241,18 @@ def _like(gradient: jax.Array, primal: _Primal) -> jax.Array:
     return gradient
 
 
+def all_sum(x: jax.Array, over: Any) -> jax.Array:
+    """The sum over mesh axes. psum refuses a value that varies over some of them only: one that
+    does not vary is the same on every shard of that axis, and counts as often.
+    """
+    names = tuple(over) if isinstance(over, (tuple, list)) else (over,)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    same = tuple(n for n in names if n in manual and n not in varying(x))
+    if same and varying(x):  # with check_vma=False nothing is known to vary
+        x = jax.lax.pcast(x, same, to="varying")
+    return jax.lax.psum(x, over)
+
+
 def _inside_shard_map() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
