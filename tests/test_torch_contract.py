@@ -1,14 +1,11 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""torch's contracts over every op: opcheck, compile, export, strides, autocast, vmap, process
-groups."""
+"""torch's contracts over every op: opcheck, compile, export, strides, autocast, vmap."""
 
 from __future__ import annotations
 
 import copy
-import os
 import pickle
-import socket
 
 import numpy as np
 import pytest
@@ -290,49 +287,6 @@ def test_vmap_of_every_op(op: ops.Op, torch_adapter, rng) -> None:
             *((r if isinstance(r, tuple) else (r,)) for r in (batched, want)), strict=True
         ):
             torch.testing.assert_close(a[1], b, rtol=0, atol=0)
-
-
-# -- process groups --------------------------------------------------------------------------------
-
-
-def _rank(rank: int, world: int, port: int, z: np.ndarray, queue) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    local = leaf(np.split(z, world)[rank])
-    routing = tf.route(local, CONFIG)
-    group = torch.distributed.group.WORLD
-    loss = tf.load_balancing_loss(routing, CONFIG, group=group) + tf.z_loss(routing, group=group)
-    loss.backward()
-    queue.put((rank, loss.item(), local.grad.numpy()))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.multidevice
-def test_losses_over_a_process_group(rng) -> None:
-    """Every rank has the loss of the whole batch; averaged gradients are its gradient."""
-    world, z = 2, normal(rng, (12, 8))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, world, port, z, queue)) for r in range(world)]
-    for process in ranks:
-        process.start()
-    results = sorted(queue.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
-    whole = leaf(z)
-    routing = tf.route(whole, CONFIG)
-    loss = tf.load_balancing_loss(routing, CONFIG) + tf.z_loss(routing)
-    loss.backward()
-    for _, value, _ in results:
-        np.testing.assert_allclose(value, loss.item(), rtol=1e-6)
-    # The objective that averaging optimises is the mean of the ranks' equal losses.
-    grad = np.concatenate([g for *_, g in results]) / world
-    np.testing.assert_allclose(grad, whole.grad, rtol=1e-5, atol=1e-8)
 
 
 # -- torch.func and forward-mode AD ----------------------------------------------------------------
