@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +20,17 @@ CONFIG = RouterConfig(8, 2, score="sigmoid")
 
 
 @functools.cache
-def mesh(shape: tuple[int, ...], names: tuple[str, ...], kind: AxisType = AxisType.Auto):
-    if len(jax.devices()) < DEVICES:
-        pytest.skip(f"needs {DEVICES} devices")
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+def mesh(
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    kinds: AxisType | tuple[AxisType, ...] = AxisType.Auto,
+):
+    """A mesh over the first devices; one kind is for all axes."""
+    needed = math.prod(shape)
+    if len(jax.devices()) < needed:
+        pytest.skip(f"needs {needed} devices")
+    kinds = kinds if isinstance(kinds, tuple) else (kinds,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:needed])
 
 
 def statistics_loss(z, config=CONFIG, num_sequences=1):

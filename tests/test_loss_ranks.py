@@ -205,6 +205,7 @@ def test_psum_and_all_reduce_give_the_same_bits(name: str, ranks) -> None:
     """Two shards in JAX, two ranks in torch: losses and gradients."""
     jax = pytest.importorskip("jax")
     from jax.sharding import PartitionSpec as P
+    from jax_samples import mesh
 
     import jax_frontend as jf
 
@@ -222,8 +223,7 @@ def test_psum_and_all_reduce_give_the_same_bits(name: str, ranks) -> None:
             jf.z_loss(routing, axis_name="d"),
         )
 
-    auto = (jax.sharding.AxisType.Auto,)
-    grid = jax.make_mesh((WORLD,), ("d",), devices=jax.devices()[:WORLD], axis_types=auto)
+    grid = mesh((WORLD,), ("d",))
     f = jax.shard_map(local, mesh=grid, in_specs=(P("d"), P("d")), out_specs=(P(), P()))
     values, pull = jax.vjp(jax.jit(lambda z: f(z, mask)), scenario.logits[order])
     (grad,) = pull((jax.numpy.float32(1), jax.numpy.float32(1)))

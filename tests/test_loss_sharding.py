@@ -123,7 +123,7 @@ def test_sharded_tokens(layout: str, options: str, rng) -> None:
     z, config, arrays, num_sequences = batch(rng, options)
     f = program(config, num_sequences, tuple(arrays))
     want = f(z, *arrays.values())
-    grid = jax.make_mesh(shape, names, axis_types=kinds)
+    grid = mesh(shape, names, kinds)
     by_token = {n: v for n, v in arrays.items() if n != "bias"}
     placed = {n: place(v, grid, P(spec[0])) for n, v in by_token.items()}
     with jax.set_mesh(grid) if EXPLICIT in kinds else contextlib.nullcontext():
@@ -154,7 +154,7 @@ def test_exact_sums_give_the_bits_of_float64(kinds, num_sequences: int, rng) -> 
     f = jax.jit(jax.value_and_grad(loss))
     value, grad = f(z)
     same_bits(np.asarray(value), np.asarray(want))
-    grid = jax.make_mesh((2, 2), ("a", "b"), axis_types=kinds)
+    grid = mesh((2, 2), ("a", "b"), kinds)
     with jax.set_mesh(grid) if EXPLICIT in kinds else contextlib.nullcontext():
         sharded = f(place(z, grid, P(("a", "b"))))
     same_bits(np.asarray(sharded[0]), np.asarray(want))
@@ -293,7 +293,7 @@ def test_accumulation_over_sharded_micro_batches(kind: AxisType, numbers, rng) -
         return jf.load_balancing_loss(routing, config) + jf.z_loss(routing)
 
     want = np.asarray(jax.grad(functools.partial(loss, sequences=8))(z))
-    grid = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2], axis_types=(kind,))
+    grid = mesh((2,), ("d",), kind)
     for micro_batches in numbers:
 
         def total(parts, n=micro_batches):

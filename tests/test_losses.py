@@ -99,8 +99,11 @@ def test_scores_of_all_experts_enter_the_loss(adapter, rng, score, counts) -> No
     balance, z, grad = losses(adapter, logits, config, bias=bias)
     exact.check_losses((balance, z), grad)
     assert np.all(grad != 0)
-    plain = RouterConfig(16, 2, score=score)
-    same_bits(run(adapter, logits, plain).score_sums, routing.score_sums)
+    plain = run(adapter, logits, RouterConfig(16, 2, score=score))
+    same_bits(plain.score_sums, routing.score_sums)
+    assert np.any(plain.expert_counts != routing.expert_counts)
+    counted = plain.expert_counts if counts == "unbiased" else routing.expert_counts
+    np.testing.assert_array_equal(routing.sequence_counts, [counted])
 
 
 def test_the_mean_over_layers_is_not_the_loss_of_their_tokens(adapter) -> None:
