@@ -12,6 +12,7 @@ import numpy as np
 from adapters import DTYPES, bits
 from duomoe import RouterConfig, Routing, oracle
 from oracle_bounds import BOUNDS, U, assert_close
+from oracle_cases import is_decided
 
 Array = np.ndarray
 FLOATS = ("weights", "score_sums", "logsumexp_sq")
@@ -195,8 +196,6 @@ def decided(
     draw: Callable[[], Array] | None = None,
 ) -> Array:
     """Logits [T, E] whose order does not hang on a rounding, exact in every dtype."""
-    from oracle_cases import is_decided
-
     attributes = config.attributes(num_sequences=1)
     draw = draw or (lambda: rng.integers(-32, 32, config.num_experts) / 8)
     rows = []
