@@ -51,12 +51,19 @@ class QBHistogramMode(enum.IntEnum):
     FUSED_ATOMIC = 1
 
 
+# By name and by value; plain, since older releases of torch.compile cannot trace a search in an
+# enum.
+MEMBERS: dict[type[enum.IntEnum], dict[Any, Any]] = {
+    kind: {**{m.name: m for m in kind}, **{m.value: m for m in kind}}
+    for kind in (ScoreFunction, RoutingMapFormat, QBHistogramMode)
+}
+
+
 def member(name: str, value: Any, kind: type[Enum]) -> Enum:
     """A member of `kind` by itself, its value or its name in any case."""
-    if isinstance(value, str) and value.upper() in kind.__members__:
-        return kind[value.upper()]
-    if isinstance(value, int) and not isinstance(value, bool) and value in set(kind):
-        return kind(value)
+    key = value.upper() if isinstance(value, str) else value
+    if isinstance(key, (str, int)) and not isinstance(key, bool) and key in MEMBERS[kind]:
+        return MEMBERS[kind][key]
     allowed = ", ".join(repr(m.name.lower()) for m in kind)
     raise ValueError(f"{name} must be one of {allowed}, or a {kind.__name__}, got {value!r}")
 
