@@ -102,7 +102,7 @@ RowScores row_scores(Score score, const float* z, int64_t n, float* exponentials
   RowScores row;
   row.peak = row_peak(z, n);
   const float peak = row.peak;
-  for (int64_t i = 0; i < n; ++i) exponentials[i] = exp(z[i] - peak);
+  for (int64_t i = 0; i < n; ++i) exponentials[i] = exp_nonpositive(z[i] - peak);
   const float sum = lane_sum(n, [=](int64_t i) { return exponentials[i]; });
   row.inverse = 1.0f / sum;
   row.logsumexp = peak + log(sum);
@@ -215,7 +215,7 @@ void swiglu_bwd(DType dtype, const void* grad, const void* gate, const void* up,
     T* du = static_cast<T*>(grad_up);
     for (int64_t i = 0; i < n; ++i) {
       const float x = to_float(g[i]), y = to_float(d[i]);
-      const float t = exp(-absolute(x)), divisor = 1.0f + t;
+      const float t = exp_nonpositive(-absolute(x)), divisor = 1.0f + t;
       const float s = (x >= 0.0f ? 1.0f : t) / divisor,
                   complement = (x >= 0.0f ? t : 1.0f) / divisor;
       du[i] = from_float<T>(y * (x * s));

@@ -55,7 +55,7 @@ DUOMOE_FN float log1p_ratio(float t) { return t < 1e-8f ? 1.0f : log1p_unit(t) /
 
 // The factor q, for the scores without a row normaliser.
 DUOMOE_FN float score_factor(Score score, float z) {
-  const float t = exp(-absolute(z));
+  const float t = exp_nonpositive(-absolute(z));
   if (score == Score::kSigmoid) return 1.0f / (1.0f + t);
   return square_root(z >= 0.0f ? z + log1p_unit(t) : log1p_ratio(t));
 }
@@ -64,19 +64,18 @@ DUOMOE_FN float score_factor(Score score, float z) {
 // underflows at twice the logit where its root does.
 DUOMOE_FN float elementwise_score(Score score, float z) {
   if (score == Score::kSigmoid) return sigmoid(z);
-  const float h = exp(-0.5f * absolute(z)), t = h * h;
-  return z >= 0.0f ? square_root(z + log1p_unit(t)) : h * square_root(log1p_ratio(t));
+  const float h = exp_nonpositive(-0.5f * absolute(z)), t = h * h;
+  const float root = square_root(z >= 0.0f ? z + log1p_unit(t) : log1p_ratio(t));
+  return z >= 0.0f ? root : h * root;
 }
 
 // d ln s / dz: 1 - sigmoid(z), and sigmoid(z) / (2 softplus(z)), which tends to 1/2 as z falls.
 // For softmax the part that the row normaliser adds, -p, is handled with the row.
 DUOMOE_FN float log_score_slope(Score score, float z) {
   if (score == Score::kSoftmax) return 1.0f;
-  const float t = exp(-absolute(z));
+  const float t = exp_nonpositive(-absolute(z));
   if (score == Score::kSigmoid) return (z >= 0.0f ? t : 1.0f) / (1.0f + t);
-  const float ratio =
-      z >= 0.0f ? 1.0f / ((1.0f + t) * (z + log1p_unit(t))) : 1.0f / ((1.0f + t) * log1p_ratio(t));
-  return 0.5f * ratio;
+  return 0.5f * (1.0f / ((1.0f + t) * (z >= 0.0f ? z + log1p_unit(t) : log1p_ratio(t))));
 }
 
 // The selection value: a logit of -inf marks an expert that ranks below every finite one, whatever

@@ -42,16 +42,16 @@ DUOMOE_FN float square_root(float x) {
 
 DUOMOE_FN float infinity() { return float_of(0x7f800000u); }
 
-// e^x, 1 ulp: x = n ln2 + r, a polynomial of degree 7 in r (coefficients: SLEEF's expf, u10), and
-// 2^n applied in two steps so that results down to the smallest denormal are rounded once.
-DUOMOE_FN float exp(float x) {
-  const bool nan = x != x;
-  float c = nan ? 0.0f : x;
-  c = c > 89.0f ? 89.0f : c;      // e^89 overflows
-  c = c < -105.0f ? -105.0f : c;  // e^-105 rounds to 0
-  const float shifted =
-      fma(c, 1.44269504088896341f, 12582912.0f);  // 1.5 * 2^23: rounds to an integer
-  const float n = shifted - 12582912.0f;
+// e^c = 2^n p for |c| <= 105, c = n ln2 + r with a polynomial of degree 7 in r for p (coefficients:
+// SLEEF's expf, u10). `shift` is 1.5 * 2^23 plus a small even number, so that c log2(e) + shift
+// rounds to the integer n + shift, whose low bits are in `shifted`.
+struct ExpParts {
+  float p;
+  uint32_t shifted;
+};
+DUOMOE_FN ExpParts exp_parts(float c, float shift) {
+  const float shifted = fma(c, 1.44269504088896341f, shift);
+  const float n = shifted - shift;
   float r = fma(n, -0.693145751953125f, c);
   r = fma(n, -1.42860682030941723212e-6f, r);
   float q = 0.000198527617612853646278381f;
@@ -60,12 +60,30 @@ DUOMOE_FN float exp(float x) {
   q = fma(q, r, 0.0416664853692054748535156f);
   q = fma(q, r, 0.166666671633720397949219f);
   q = fma(q, r, 0.5f);
-  const float p = fma(r * r, q, r) + 1.0f;
-  const int32_t i = static_cast<int32_t>(bits_of(shifted)) - 0x4b400000;
+  return {fma(r * r, q, r) + 1.0f, bits_of(shifted)};
+}
+
+// e^x, 1 ulp: 2^n is applied in two steps so that results down to the smallest denormal are rounded
+// once.
+DUOMOE_FN float exp(float x) {
+  const bool nan = x != x;
+  float c = nan ? 0.0f : x;
+  c = c > 89.0f ? 89.0f : c;      // e^89 overflows
+  c = c < -105.0f ? -105.0f : c;  // e^-105 rounds to 0
+  const ExpParts parts = exp_parts(c, 12582912.0f);
+  const int32_t i = static_cast<int32_t>(parts.shifted) - 0x4b400000;
   const int32_t half = i >> 1, rest = i - half;
-  const float y = p * float_of(static_cast<uint32_t>(half + 127) << 23) *
+  const float y = parts.p * float_of(static_cast<uint32_t>(half + 127) << 23) *
                   float_of(static_cast<uint32_t>(rest + 127) << 23);
   return nan ? x : y;
+}
+
+// exp(x) for x <= 0 or NaN, the same bits in fewer steps: n is in [-152, 0], so that 2^(n + 63) and
+// its product with p are normal, and only the step of 2^-63 rounds. With 63 + 127 in the shift the
+// exponent field of 2^(n + 63) is the low bits of the shifted number. A NaN passes through p.
+DUOMOE_FN float exp_nonpositive(float x) {
+  const ExpParts parts = exp_parts(x < -105.0f ? -105.0f : x, 12582912.0f + 190.0f);
+  return parts.p * float_of(parts.shifted << 23) * float_of(0x20000000u);  // 2^-63
 }
 
 // 2 atanh(t) + e ln2 = log((1 + t) / (1 - t) * 2^e) for |t| <= 1/5, about 1 ulp (coefficients:
@@ -100,7 +118,7 @@ DUOMOE_FN float absolute(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
 
 // 1 / (1 + e^-x), without overflow for any x.
 DUOMOE_FN float sigmoid(float x) {
-  const float t = exp(-absolute(x));
+  const float t = exp_nonpositive(-absolute(x));
   return (x >= 0.0f ? 1.0f : t) / (1.0f + t);
 }
 
