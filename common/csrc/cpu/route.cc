@@ -1,7 +1,6 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 #include <cstring>
-#include <memory>
 
 #include "parallel.h"
 #include "route_row.h"
@@ -18,31 +17,68 @@ struct Chunk {
   int64_t sequence, begin, end;
 };
 
-std::vector<Chunk> cut_into_chunks(const TokenRange& range, int64_t tokens) {
-  std::vector<Chunk> chunks;
-  const int64_t last = std::min(tokens, range.total - range.first);
-  if (last <= 0) return chunks;
-  const int64_t length = math::chunk_length(range.sequence_length);
-  int64_t begin = 0;
-  while (begin < last) {
-    const int64_t sequence = range.sequence(begin);
-    const int64_t sequence_end =
-        std::min(last, (sequence + 1) * range.sequence_length - range.first);
-    for (; begin < sequence_end; begin += length) {
-      chunks.push_back({sequence, begin, std::min(sequence_end, begin + length)});
-    }
-    begin = sequence_end;
-  }
-  return chunks;
-}
+// Cuts the local tokens into chunks, in order.
+class ChunkCutter {
+ public:
+  ChunkCutter(const TokenRange& range, int64_t tokens)
+      : range_(range),
+        tokens_(range.clip(tokens)),
+        length_(math::chunk_length(range.sequence_length)) {}
 
-// What one chunk adds to its sequence's statistics.
-struct Partial {
-  std::unique_ptr<float[]> score_sums;     // [E]
-  std::unique_ptr<int32_t[]> counts;       // [E] slots used
-  std::unique_ptr<int32_t[]> loss_counts;  // [E] what the loss counts; null where it is `counts`
-  float logsumexp_sq = 0;
-  int32_t tokens = 0;
+  // The next chunks, `limit` at most; false if there are none.
+  bool next(int64_t limit, std::vector<Chunk>& chunks) {
+    chunks.clear();
+    while (begin_ < tokens_ && static_cast<int64_t>(chunks.size()) < limit) {
+      const int64_t sequence = range_.sequence(begin_);
+      const int64_t sequence_end = (sequence + 1) * range_.sequence_length - range_.first;
+      const int64_t end = std::min({tokens_, sequence_end, begin_ + length_});
+      chunks.push_back({sequence, begin_, end});
+      begin_ = end;
+    }
+    return !chunks.empty();
+  }
+
+  // An upper bound of how many there are.
+  int64_t most_chunks() const {
+    if (tokens_ == 0) return 0;
+    return std::min(tokens_, tokens_ / length_ + tokens_ / range_.sequence_length + 2);
+  }
+
+  // Short chunks share a task.
+  int64_t per_task() const {
+    const int64_t longest = std::clamp<int64_t>(range_.sequence_length, 1, length_);
+    return std::max<int64_t>(1, math::kChunkTokens / longest);
+  }
+
+ private:
+  TokenRange range_;
+  int64_t tokens_, length_;
+  int64_t begin_ = 0;
+};
+
+// What the chunks of a wave add to their sequences' statistics. The chunks of a wave run in
+// parallel, then they are added up in order; waves bound the memory.
+struct Wave {
+  int64_t capacity;
+  Arena arena;
+  std::vector<Chunk> chunks;
+  float* score_sums;     // [capacity, E]
+  int32_t* counts;       // [capacity, E] slots used
+  int32_t* loss_counts;  // [capacity, E] what the loss counts; null where it is `counts`
+  float* logsumexp_sq;   // [capacity]
+  int32_t* tokens;       // [capacity]
+
+  Wave(int64_t most_chunks, int64_t experts, bool separate_loss_counts)
+      : capacity(std::min(most_chunks, std::max<int64_t>(kLeast, kElements / experts))),
+        arena(5, capacity * experts),
+        score_sums(arena.take<float>(capacity * experts)),
+        counts(arena.take<int32_t>(capacity * experts)),
+        loss_counts(separate_loss_counts ? arena.take<int32_t>(capacity * experts) : nullptr),
+        logsumexp_sq(arena.take<float>(capacity)),
+        tokens(arena.take<int32_t>(capacity)) {}
+
+ private:
+  static constexpr int64_t kElements = 1 << 15, kLeast = 16;
 };
 
 class Router {
@@ -62,21 +98,31 @@ class Router {
         has_given_(call.in("given_indices").present()),
         mask_(call.in("token_mask").as<const uint8_t>()),
         has_mask_(call.in("token_mask").present()),
+        groups_(call.integer("num_groups")),
+        group_top_k_(call.integer("group_top_k")),
+        group_score_k_(call.integer("group_score_k")),
         indices_(call.out("indices").as<int32_t>()),
-        weights_(call.out("weights").as<float>()) {
-    const bool plain = !has_given_ && !call.in("bias").present() &&
-                       (call.integer("num_groups") == 1 ||
-                        call.integer("group_top_k") == call.integer("num_groups"));
+        weights_(call.out("weights").as<float>()),
+        expert_counts_(call.out("expert_counts").as<int32_t>()),
+        sequence_counts_(call.out("sequence_counts").as<int32_t>()),
+        score_sums_(call.out("score_sums").as<float>()),
+        logsumexp_sq_(call.out("logsumexp_sq").as<float>()),
+        num_tokens_(call.out("num_tokens").as<int32_t>()) {
+    const bool plain =
+        !has_given_ && !call.in("bias").present() && (groups_ == 1 || group_top_k_ == groups_);
     separate_loss_counts_ = call.choice<Counts>("counts") == Counts::kUnbiased && !plain;
   }
 
   void run() {
-    fill_unused(std::max<int64_t>(0, std::min(tokens_, range_.total - range_.first)), tokens_);
-    const std::vector<Chunk> chunks = cut_into_chunks(range_, tokens_);
-    std::vector<Partial> partials(chunks.size());
-    parallel_blocks(call_, static_cast<int64_t>(chunks.size()), 1,
-                    [&](int64_t i, int64_t) { partials[i] = route_chunk(chunks[i]); });
-    reduce(chunks, partials);
+    clear_statistics();
+    fill_unused(range_.clip(tokens_), tokens_);
+    ChunkCutter cutter(range_, tokens_);
+    Wave wave(cutter.most_chunks(), experts_, separate_loss_counts_);
+    while (cutter.next(wave.capacity, wave.chunks)) {
+      parallel_blocks(call_, static_cast<int64_t>(wave.chunks.size()), cutter.per_task(),
+                      [&](int64_t begin, int64_t end) { route_chunks(wave, begin, end); });
+      add_up(wave);
+    }
   }
 
  private:
@@ -85,86 +131,100 @@ class Router {
     std::fill(weights_ + begin * top_k_, weights_ + end * top_k_, 0.0f);
   }
 
-  Partial route_chunk(const Chunk& chunk) {
-    Partial part;
-    part.score_sums = std::make_unique<float[]>(experts_);
-    part.counts = std::make_unique<int32_t[]>(experts_);
-    if (separate_loss_counts_) part.loss_counts = std::make_unique<int32_t[]>(experts_);
-    std::vector<float> streams(kStreams * experts_);
-    float stream_logsumexp_sq[kStreams] = {};
-
-    RouteRow row(options_.score, experts_);
-    std::vector<float> values(experts_);
-    std::vector<uint32_t> keys(experts_);
-    std::vector<int32_t> plain(separate_loss_counts_ ? top_k_ : 0);
-    Selector selector(experts_, top_k_, call_.integer("num_groups"), call_.integer("group_top_k"),
-                      call_.integer("group_score_k"));
-    Selector plain_selector(experts_, top_k_, 1, 1, 1);
-
-    for (int64_t t = chunk.begin; t < chunk.end; ++t) {
-      if (has_mask_ && !mask_[t]) {
-        fill_unused(t, t + 1);
-        continue;
-      }
-      row.compute(options_.score, dtype_, logits_[t]);
-      int32_t* ids = indices_ + t * top_k_;
-      float* weights = weights_ + t * top_k_;
-      const float* chosen_on = on_logit_ ? row.z.data() : row.scores;
-      if (has_given_) {
-        for (int64_t k = 0; k < top_k_; ++k) {
-          const int32_t e = given_[t * top_k_ + k];
-          ids[k] = e >= 0 && e < experts_ ? e : -1;
-        }
-      } else {
-        simd().selection(row.z.data(), chosen_on, bias_, experts_, values.data(), keys.data());
-        selector.select(values.data(), keys.data(), ids);
-      }
-      row_weights(options_, row, ids, top_k_, weights);
-      for (int64_t k = 0; k < top_k_; ++k) {
-        weights[k] *= options_.scale;
-        if (ids[k] >= 0) ++part.counts[ids[k]];
-      }
-      if (separate_loss_counts_) {
-        simd().selection(row.z.data(), chosen_on, nullptr, experts_, values.data(), keys.data());
-        plain_selector.select(values.data(), keys.data(), plain.data());
-        for (int32_t e : plain) ++part.loss_counts[e];
-      }
-      const int64_t stream = (t - chunk.begin) % kStreams;
-      simd().accumulate(row.probabilities.data(), experts_, streams.data() + stream * experts_);
-      stream_logsumexp_sq[stream] += row.row.logsumexp * row.row.logsumexp;
-      ++part.tokens;
-    }
-    for (int j = 0; j < kStreams; ++j) {
-      simd().accumulate(streams.data() + j * experts_, experts_, part.score_sums.get());
-      part.logsumexp_sq += stream_logsumexp_sq[j];
-    }
-    return part;
+  void clear_statistics() {
+    const int64_t sequences = call_.axis('S');
+    std::fill_n(expert_counts_, experts_, 0);
+    std::fill_n(sequence_counts_, sequences * experts_, 0);
+    std::fill_n(score_sums_, sequences * experts_, 0.0f);
+    std::fill_n(logsumexp_sq_, sequences, 0.0f);
+    std::fill_n(num_tokens_, sequences, 0);
   }
 
-  void reduce(const std::vector<Chunk>& chunks, const std::vector<Partial>& partials) {
-    const int64_t sequences = call_.axis('S');
-    int32_t* expert_counts = call_.out("expert_counts").as<int32_t>();
-    int32_t* sequence_counts = call_.out("sequence_counts").as<int32_t>();
-    float* score_sums = call_.out("score_sums").as<float>();
-    float* logsumexp_sq = call_.out("logsumexp_sq").as<float>();
-    int32_t* num_tokens = call_.out("num_tokens").as<int32_t>();
-    std::fill(expert_counts, expert_counts + experts_, 0);
-    std::fill(sequence_counts, sequence_counts + sequences * experts_, 0);
-    std::fill(score_sums, score_sums + sequences * experts_, 0.0f);
-    std::fill(logsumexp_sq, logsumexp_sq + sequences, 0.0f);
-    std::fill(num_tokens, num_tokens + sequences, 0);
-    const ScopedFpMode mode;
-    for (size_t i = 0; i < chunks.size(); ++i) {
-      const Partial& part = partials[i];
-      const int64_t s = chunks[i].sequence;
-      const int32_t* loss_counts = part.loss_counts ? part.loss_counts.get() : part.counts.get();
-      for (int64_t e = 0; e < experts_; ++e) {
-        expert_counts[e] += part.counts[e];
-        sequence_counts[s * experts_ + e] += loss_counts[e];
+  // Routes the tokens of wave.chunks[begin, end).
+  void route_chunks(Wave& wave, int64_t begin, int64_t end) {
+    const int64_t n = padded(experts_);
+    Arena arena(RowArrays::kArrays + 2 * Selector::kArrays + kStreams + 3,
+                Selector::array_length(experts_));
+    RowArrays row(options_.score, experts_, /*with_slopes=*/false, arena);
+    float* bias = nullptr;
+    if (bias_) {
+      bias = arena.take<float>(n);
+      std::fill(std::copy_n(bias_, experts_, bias), bias + n, 0.0f);
+    }
+    uint32_t* keys = arena.take<uint32_t>(Selector::array_length(experts_));
+    int32_t* loss_ids = arena.take<int32_t>(top_k_);
+    float* streams = arena.take<float>(kStreams * n);
+    Selector selector(experts_, top_k_, groups_, group_top_k_, group_score_k_, arena);
+    Selector loss_selector(experts_, top_k_, 1, 1, 1, arena);
+    const float* chosen_on = on_logit_ ? row.z : row.scores;
+
+    for (int64_t i = begin; i < end; ++i) {
+      const Chunk& chunk = wave.chunks[i];
+      const int64_t used = std::min<int64_t>(kStreams, chunk.end - chunk.begin);
+      int32_t* counts = wave.counts + i * experts_;
+      int32_t* loss_counts = wave.loss_counts ? wave.loss_counts + i * experts_ : nullptr;
+      float stream_logsumexp_sq[kStreams] = {};
+      std::fill_n(streams, used * n, 0.0f);
+      std::fill_n(counts, experts_, 0);
+      if (loss_counts) std::fill_n(loss_counts, experts_, 0);
+      wave.tokens[i] = 0;
+
+      for (int64_t t = chunk.begin; t < chunk.end; ++t) {
+        if (has_mask_ && !mask_[t]) {
+          fill_unused(t, t + 1);
+          continue;
+        }
+        simd().row_scores(dtype_, logits_[t], row);
+        const int64_t stream = (t - chunk.begin) % kStreams;
+        simd().add_shares(row.shares, row.share, n, streams + stream * n);
+        stream_logsumexp_sq[stream] += row.logsumexp * row.logsumexp;
+        ++wave.tokens[i];
+
+        int32_t* ids = indices_ + t * top_k_;
+        float* weights = weights_ + t * top_k_;
+        if (has_given_) {
+          for (int64_t k = 0; k < top_k_; ++k) {
+            const int32_t e = given_[t * top_k_ + k];
+            ids[k] = row.has(e) ? e : -1;
+          }
+        } else {
+          simd().selection_keys(row.z, chosen_on, bias, experts_, keys);
+          selector.select(keys, ids);
+        }
+        row_weights(options_, row, ids, top_k_, weights);
+        for (int64_t k = 0; k < top_k_; ++k) {
+          weights[k] *= options_.scale;
+          if (ids[k] >= 0) ++counts[ids[k]];
+        }
+        if (loss_counts) {
+          simd().selection_keys(row.z, chosen_on, nullptr, experts_, keys);
+          loss_selector.select(keys, loss_ids);
+          for (int64_t k = 0; k < top_k_; ++k) ++loss_counts[loss_ids[k]];
+        }
       }
-      simd().accumulate(part.score_sums.get(), experts_, score_sums + s * experts_);
-      logsumexp_sq[s] += part.logsumexp_sq;
-      num_tokens[s] += part.tokens;
+      float* sums = wave.score_sums + i * experts_;
+      float logsumexp_sq = 0.0f;
+      std::fill_n(sums, experts_, 0.0f);
+      for (int64_t j = 0; j < used; ++j) {
+        simd().accumulate(streams + j * n, experts_, sums);
+        logsumexp_sq += stream_logsumexp_sq[j];
+      }
+      wave.logsumexp_sq[i] = logsumexp_sq;
+    }
+  }
+
+  void add_up(const Wave& wave) {
+    const ScopedFpMode mode;
+    const int32_t* loss_counts = wave.loss_counts ? wave.loss_counts : wave.counts;
+    for (size_t i = 0; i < wave.chunks.size(); ++i) {
+      const int64_t s = wave.chunks[i].sequence, row = static_cast<int64_t>(i) * experts_;
+      for (int64_t e = 0; e < experts_; ++e) {
+        expert_counts_[e] += wave.counts[row + e];
+        sequence_counts_[s * experts_ + e] += loss_counts[row + e];
+      }
+      simd().accumulate(wave.score_sums + row, experts_, score_sums_ + s * experts_);
+      logsumexp_sq_[s] += wave.logsumexp_sq[i];
+      num_tokens_[s] += wave.tokens[i];
     }
   }
 
@@ -180,8 +240,14 @@ class Router {
   bool has_given_;
   const uint8_t* mask_;
   bool has_mask_;
+  int64_t groups_, group_top_k_, group_score_k_;
   int32_t* indices_;
   float* weights_;
+  int32_t* expert_counts_;
+  int32_t* sequence_counts_;
+  float* score_sums_;
+  float* logsumexp_sq_;
+  int32_t* num_tokens_;
   bool separate_loss_counts_;
 };
 
@@ -204,34 +270,41 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
   const float* grad_logsumexp_sq = call.in("grad_logsumexp_sq").as<const float>();
 
   parallel_blocks(call, tokens, rows_per_task(experts), [&](int64_t begin, int64_t end) {
-    RouteRow row(options.score, experts);
-    std::vector<float> weights(top_k), cotangents(top_k), grad(experts);
+    const int64_t n = padded(experts);
+    Arena arena(RowArrays::kArrays + 4, n);
+    RowArrays row(options.score, experts, /*with_slopes=*/true, arena);
+    float *weights = arena.take<float>(top_k), *cotangents = arena.take<float>(top_k);
+    float *grad_shares = arena.take<float>(n), *grad = arena.take<float>(n);
+    int64_t sequence_of_grad_shares = -1;
     for (int64_t t = begin; t < end; ++t) {
       if (!range.inside(t) || (has_mask && !mask[t])) {
         std::memset(grad_logits[t], 0, grad_logits.bytes);
         continue;
       }
-      row.compute(options.score, dtype, logits[t]);
+      const int64_t s = range.sequence(t);
+      if (s != sequence_of_grad_shares) {
+        std::fill(std::copy_n(grad_score_sums + s * experts, experts, grad_shares), grad_shares + n,
+                  0.0f);
+        sequence_of_grad_shares = s;
+      }
+      simd().row_scores(dtype, logits[t], row);
       const int32_t* ids = indices + t * top_k;
-      const math::Divisor divisor = row_weights(options, row, ids, top_k, weights.data());
+      const math::Divisor divisor = row_weights(options, row, ids, top_k, weights);
       for (int64_t k = 0; k < top_k; ++k) {
         cotangents[k] = row.has(ids[k]) ? grad_weights[t * top_k + k] * options.scale : 0.0f;
       }
       const float common = slot_sum(top_k, [&](int64_t k) { return weights[k] * cotangents[k]; });
-      const int64_t s = range.sequence(t);
       const float softmax_factor =
-          grad_logsumexp_sq[s] != 0.0f ? 2.0f * row.row.logsumexp * grad_logsumexp_sq[s] : 0.0f;
+          grad_logsumexp_sq[s] != 0.0f ? 2.0f * row.logsumexp * grad_logsumexp_sq[s] : 0.0f;
       const float rest = options.score == math::Score::kSoftmax ? divisor.rest * common : 0.0f;
-      simd().row_gradient(options.score, row.z.data(), row.exponentials.data(), row.scores,
-                          row.probabilities.data(), grad_score_sums + s * experts, row.row.inverse,
-                          softmax_factor, rest, experts, grad.data());
+      simd().row_gradient(row, grad_shares, softmax_factor, rest, grad);
       for (int64_t k = 0; k < top_k; ++k) {
         const int32_t e = ids[k];
         if (!row.has(e)) continue;
         const float own = weights[k] * (cotangents[k] - divisor.own * common);
-        grad[e] += own * math::log_score_slope(options.score, row.z[e]);
+        grad[e] += row.slopes ? own * row.slopes[e] : own;
       }
-      simd().store(dtype, grad.data(), grad_logits[t], experts);
+      simd().store(dtype, grad, grad_logits[t], experts);
     }
   });
   return {};

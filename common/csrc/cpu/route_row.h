@@ -10,6 +10,7 @@
 
 #include "../math/router.h"
 #include "../registry.h"
+#include "arena.h"
 #include "simd.h"
 
 namespace duomoe::cpu {
@@ -47,32 +48,28 @@ struct TokenRange {
   }
   int64_t sequence(int64_t token) const { return (first + token) / sequence_length; }
   bool inside(int64_t token) const { return first + token < total; }
+  // How many of `tokens` local tokens are no padding.
+  int64_t clip(int64_t tokens) const {
+    return std::max<int64_t>(0, std::min(tokens, total - first));
+  }
 };
 
-// The arrays of one row, and the row's scalars.
-struct RouteRow {
-  int64_t experts;
-  std::vector<float> z, exponentials, scores_storage, probabilities;
-  float* scores;  // the probabilities themselves for softmax
-  RowScores row;
+// The arrays of one row.
+struct RowArrays : RouteRow {
+  static constexpr int64_t kArrays = 5;
 
-  RouteRow(math::Score score, int64_t num_experts)
-      : experts(num_experts),
-        z(num_experts),
-        exponentials(num_experts),
-        probabilities(num_experts) {
-    if (score != math::Score::kSoftmax) scores_storage.resize(num_experts);
-    scores = score == math::Score::kSoftmax ? probabilities.data() : scores_storage.data();
+  RowArrays(math::Score kind, int64_t num_experts, bool with_slopes, Arena& arena) {
+    const int64_t n = padded(num_experts);
+    score = kind;
+    experts = num_experts;
+    for (float** array : {&z, &exponentials, &scores, &rescued, &slopes}) {
+      *array = arena.take<float>(n);
+    }
+    if (!with_slopes || kind == math::Score::kSoftmax) slopes = nullptr;
   }
 
   // Any other id marks an unused slot.
   bool has(int32_t id) const { return id >= 0 && id < experts; }
-
-  void compute(math::Score score, DType dtype, const void* logits) {
-    simd().load(dtype, logits, z.data(), experts);
-    row = simd().row_scores(score, z.data(), experts, exponentials.data(), scores,
-                            probabilities.data());
-  }
 };
 
 // Sum over the slots of a token, in the lane order of math/router.h.
@@ -87,17 +84,17 @@ float slot_sum(int64_t top_k, F f) {
 }
 
 // The weights of a token's slots before `scale`; unused slots get 0.
-inline math::Divisor row_weights(const RouterOptions& options, const RouteRow& r,
+inline math::Divisor row_weights(const RouterOptions& options, const RowArrays& r,
                                  const int32_t* indices, int64_t top_k, float* weights) {
   float top_logit = -math::infinity();
   for (int64_t k = 0; k < top_k; ++k) {
     if (r.has(indices[k]) && r.z[indices[k]] > top_logit) top_logit = r.z[indices[k]];
   }
   const math::WeightBasis basis =
-      math::weight_basis(options.score, options.normalize, options.eps, top_logit, r.row.peak);
+      math::weight_basis(options.score, options.normalize, options.eps, top_logit, r.peak);
   for (int64_t k = 0; k < top_k; ++k) {
     const int32_t e = indices[k];
-    weights[k] = r.has(e) ? basis.score(options.score, r.z[e], r.scores[e], r.row.inverse) : 0.0f;
+    weights[k] = r.has(e) ? basis.score(options.score, r.z[e], r.scores[e], r.inverse) : 0.0f;
   }
   const float sum = slot_sum(top_k, [&](int64_t k) { return weights[k]; });
   const math::Divisor divisor =

@@ -13,12 +13,33 @@
 
 namespace duomoe::cpu {
 
-// What one row of logits yields besides the arrays.
-struct RowScores {
+// The arrays of a row of the router are padded to a multiple of kLanes elements, so that its loops
+// have no tails: a padding logit is -inf, whose exponential and score are 0 and leave every sum as
+// it is, and a padding key is 0, which loses against every expert.
+constexpr int64_t padded(int64_t n) { return (n + math::kLanes - 1) / math::kLanes * math::kLanes; }
+
+// One row of logits and what `row_scores` makes of it.
+struct RouteRow {
+  math::Score score;
+  int64_t experts;
+  // Padded arrays, lent by the caller.
+  float* z;             // the logits
+  float* exponentials;  // exp(z - peak)
+  float* scores;        // s
+  float* slopes;        // d ln s / dz for sigmoid and sqrtsoftplus; null where it is not wanted
+  float* rescued;       // scratch
+
   float peak;       // largest logit
   float inverse;    // 1 / sum of exp(z - peak)
   float logsumexp;  // peak + log(sum of exp(z - peak))
+  // The normalised scores, P = softmax(z) or s / sum of s, are shares[e] * share.
+  const float* shares;
+  float share;
 };
+
+// What `top` finds at most between a bound of the k-th largest key and the largest.
+constexpr int64_t kMaxCandidates = 64;
+constexpr int64_t kMaxTop = 32;
 
 // Columns of a product that one call of `product_tile` makes, and the depth that it sums before it
 // adds to C.
@@ -33,19 +54,23 @@ struct SimdLoops {
   // Rounds to a 16-bit type and back; leaves float32 alone.
   void (*round_to)(DType dtype, float* values, int64_t n);
 
-  // From logits z[E]: exponentials[E] = exp(z - peak), scores[E] = s, probabilities[E] = P (softmax
-  // of z, or s / sum of s). For softmax scores and probabilities are the same array.
-  RowScores (*row_scores)(math::Score score, const float* z, int64_t n, float* exponentials,
-                          float* scores, float* probabilities);
-  // keys[e] = order_key(selection value); values[e] = selection value. bias may be null.
-  void (*selection)(const float* z, const float* chosen_on, const float* bias, int64_t n,
-                    float* values, uint32_t* keys);
+  void (*row_scores)(DType dtype, const void* logits, RouteRow& row);
+  void (*add_shares)(const float* shares, float share, int64_t n, float* sums);  // sums += P
   // The part of a row's gradient that every expert gets:
   // grad[e] = P_e (gP_e - sum P gP) slope_e + softmax_e * softmax_factor - s_e * rest.
-  void (*row_gradient)(math::Score score, const float* z, const float* exponentials,
-                       const float* scores, const float* probabilities,
-                       const float* grad_probabilities, float inverse, float softmax_factor,
-                       float rest, int64_t n, float* grad);
+  void (*row_gradient)(const RouteRow& row, const float* grad_shares, float softmax_factor,
+                       float rest, float* grad);
+
+  // keys[e] = order_key(selection value). bias may be null.
+  void (*selection_keys)(const float* z, const float* chosen_on, const float* bias, int64_t experts,
+                         uint32_t* keys);
+  // For each group the order_key of the sum of its `best` largest values, best being 1 or 2.
+  // scratch holds 4 (padded(experts) + kLanes) elements.
+  void (*group_keys)(const uint32_t* keys, int64_t groups, int64_t size, int64_t best,
+                     uint32_t* scratch, uint32_t* result);
+  // ids[k] of the k <= kMaxTop largest of n >= k keys, by (key descending, id ascending). False,
+  // and nothing written, where too many keys are equal. scratch holds padded(n) + kLanes elements.
+  bool (*top)(const uint32_t* keys, int64_t n, int64_t k, int32_t* scratch, int32_t* ids);
 
   void (*accumulate)(const float* x, int64_t n, float* sum);  // sum += x
   void (*accumulate_scaled)(DType dtype, float factor, const void* x, int64_t n,

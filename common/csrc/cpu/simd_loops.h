@@ -6,30 +6,10 @@
 // instruction set can be picked by the linker for the whole library. Plain loops: the compiler
 // vectorises them.
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include "simd.h"
+#include "simd_route.h"
 
 namespace duomoe::cpu {
 namespace {
-
-using namespace duomoe::math;
-
-template <typename F>
-void with_type(DType dtype, F f) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return f(float{});
-    case DType::kBFloat16:
-      return f(BFloat16{});
-    case DType::kFloat16:
-      return f(Float16{});
-    default:
-      return;
-  }
-}
 
 void load(DType dtype, const void* from, float* to, int64_t n) {
   with_type(dtype, [=]<typename T>(T) {
@@ -66,92 +46,6 @@ float lane_sum(int64_t n, F f) {
     for (int l = 0; l < width; ++l) lane[l] += lane[l + width];
   }
   return lane[0];
-}
-
-float row_peak(const float* z, int64_t n) {
-  float lane[kLanes];
-  for (int l = 0; l < kLanes; ++l) lane[l] = -infinity();
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lane[l] = z[i + l] > lane[l] ? z[i + l] : lane[l];
-  }
-  for (; i < n; ++i) lane[0] = z[i] > lane[0] ? z[i] : lane[0];
-  float peak = lane[0];
-  for (int l = 1; l < kLanes; ++l) peak = lane[l] > peak ? lane[l] : peak;
-  return peak;
-}
-
-template <Score kScore>
-void row_probabilities(const float* z, int64_t n, float peak, float* scores, float* probabilities) {
-  for (int64_t i = 0; i < n; ++i) scores[i] = elementwise_score(kScore, z[i]);
-  const float top = log_scale(kScore, peak, peak);
-  if (top >= kRescueBelow) {
-    const float inverse = 1.0f / lane_sum(n, [=](int64_t i) { return scores[i]; });
-    for (int64_t i = 0; i < n; ++i) probabilities[i] = scores[i] * inverse;
-  } else {
-    for (int64_t i = 0; i < n; ++i) {
-      probabilities[i] = exp(log_scale(kScore, z[i], peak) - top) * score_factor(kScore, z[i]);
-    }
-    const float inverse = 1.0f / lane_sum(n, [=](int64_t i) { return probabilities[i]; });
-    for (int64_t i = 0; i < n; ++i) probabilities[i] *= inverse;
-  }
-}
-
-RowScores row_scores(Score score, const float* z, int64_t n, float* exponentials, float* scores,
-                     float* probabilities) {
-  RowScores row;
-  row.peak = row_peak(z, n);
-  const float peak = row.peak;
-  for (int64_t i = 0; i < n; ++i) exponentials[i] = exp_nonpositive(z[i] - peak);
-  const float sum = lane_sum(n, [=](int64_t i) { return exponentials[i]; });
-  row.inverse = 1.0f / sum;
-  row.logsumexp = peak + log(sum);
-  if (score == Score::kSoftmax) {
-    for (int64_t i = 0; i < n; ++i) scores[i] = exponentials[i] * row.inverse;
-  } else if (score == Score::kSigmoid) {
-    row_probabilities<Score::kSigmoid>(z, n, peak, scores, probabilities);
-  } else {
-    row_probabilities<Score::kSqrtSoftplus>(z, n, peak, scores, probabilities);
-  }
-  return row;
-}
-
-void selection(const float* z, const float* chosen_on, const float* bias, int64_t n, float* values,
-               uint32_t* keys) {
-  if (bias) {
-    for (int64_t i = 0; i < n; ++i) values[i] = selection_value(z[i], chosen_on[i], bias[i]);
-  } else {
-    for (int64_t i = 0; i < n; ++i) values[i] = selection_value(z[i], chosen_on[i], 0.0f);
-  }
-  for (int64_t i = 0; i < n; ++i) keys[i] = order_key(values[i]);
-}
-
-template <Score kScore>
-void row_gradient_of(const float* z, const float* exponentials, const float* scores,
-                     const float* probabilities, const float* grad_probabilities, float inverse,
-                     float softmax_factor, float rest, int64_t n, float* grad) {
-  const float mean =
-      lane_sum(n, [=](int64_t i) { return probabilities[i] * grad_probabilities[i]; });
-  for (int64_t i = 0; i < n; ++i) {
-    grad[i] = probabilities[i] * (grad_probabilities[i] - mean) * log_score_slope(kScore, z[i]);
-  }
-  if (softmax_factor != 0.0f) {
-    for (int64_t i = 0; i < n; ++i)
-      grad[i] = fma(exponentials[i] * inverse, softmax_factor, grad[i]);
-  }
-  if (rest != 0.0f) {
-    for (int64_t i = 0; i < n; ++i) grad[i] = fma(-scores[i], rest, grad[i]);
-  }
-}
-
-void row_gradient(Score score, const float* z, const float* exponentials, const float* scores,
-                  const float* probabilities, const float* grad_probabilities, float inverse,
-                  float softmax_factor, float rest, int64_t n, float* grad) {
-  const auto f = score == Score::kSoftmax   ? row_gradient_of<Score::kSoftmax>
-                 : score == Score::kSigmoid ? row_gradient_of<Score::kSigmoid>
-                                            : row_gradient_of<Score::kSqrtSoftplus>;
-  f(z, exponentials, scores, probabilities, grad_probabilities, inverse, softmax_factor, rest, n,
-    grad);
 }
 
 void accumulate(const float* x, int64_t n, float* sum) {
@@ -347,8 +241,11 @@ constexpr SimdLoops loops() {
           store,
           round_to,
           row_scores,
-          selection,
+          add_shares,
           row_gradient,
+          selection_keys,
+          group_keys,
+          top,
           accumulate,
           accumulate_scaled,
           scale,

@@ -130,6 +130,12 @@ DUOMOE_FN uint32_t order_key(float x) {
   return x != x ? 0u : key;
 }
 
+// The number of a key; the key of a NaN, 0, gives a NaN, and that of -0 gives 0.
+DUOMOE_FN float value_of_key(uint32_t key) {
+  const uint32_t sign = static_cast<uint32_t>(static_cast<int32_t>(key) >> 31);
+  return float_of(key ^ (~sign | 0x80000000u));
+}
+
 // --- 16-bit floats -----------------------------------------------------------------------------
 
 struct BFloat16 {

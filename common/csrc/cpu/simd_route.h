@@ -1,0 +1,350 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The router's part of simd_loops.h, whose rules hold here. Rows are padded as simd.h says, so that
+// every loop runs over whole blocks of kLanes elements.
+#pragma once
+
+#include "simd_types.h"
+
+namespace duomoe::cpu {
+namespace {
+
+// f(i, lane) for i in [0, n), n a multiple of kLanes.
+template <typename F>
+DUOMOE_INLINE void for_lanes(int64_t n, F f) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; ++l) f(i + l, l);
+  }
+}
+
+// f over the lanes in a butterfly; the result is in lane 0.
+template <typename T, typename F>
+DUOMOE_INLINE T join_lanes(T (&lane)[kLanes], F f) {
+  for (int l = 0; l < 16; ++l) lane[l] = f(lane[l], lane[l + 16]);
+  for (int l = 0; l < 8; ++l) lane[l] = f(lane[l], lane[l + 8]);
+  for (int l = 0; l < 4; ++l) lane[l] = f(lane[l], lane[l + 4]);
+  lane[0] = f(lane[0], lane[2]);
+  lane[1] = f(lane[1], lane[3]);
+  return f(lane[0], lane[1]);
+}
+
+DUOMOE_INLINE float add_lanes(float (&lane)[kLanes]) {
+  return join_lanes(lane, [](float a, float b) { return a + b; });
+}
+
+// Logits as float32, padded with -inf; returns the largest, -inf where there is none but NaN.
+template <typename T>
+float load_row(const T* logits, int64_t experts, float* __restrict z) {
+  const int64_t n = padded(experts), whole = experts / kLanes * kLanes;
+  float lane[kLanes];
+  for (int l = 0; l < kLanes; ++l) lane[l] = -infinity();
+  auto take = [&](int64_t i, int l) { lane[l] = z[i] > lane[l] ? z[i] : lane[l]; };
+  for_lanes(whole, [&](int64_t i, int l) {
+    z[i] = to_float(logits[i]);
+    take(i, l);
+  });
+  if (whole < n) {
+    for (int64_t i = whole; i < experts; ++i) z[i] = to_float(logits[i]);
+    for (int64_t i = experts; i < n; ++i) z[i] = -infinity();
+    for (int l = 0; l < kLanes; ++l) take(whole + l, l);
+  }
+  return join_lanes(lane, [](float a, float b) { return b > a ? b : a; });
+}
+
+// Scores, their slopes if wanted, and the sum of the scores.
+template <Score kScore, bool kSlopes>
+float elementwise_scores(const float* z, int64_t n, float* __restrict scores,
+                         float* __restrict slopes) {
+  float lane[kLanes] = {};
+  for_lanes(n, [&](int64_t i, int l) {
+    const float s = elementwise_score(kScore, z[i]);
+    scores[i] = s;
+    lane[l] += s;
+    if (kSlopes) slopes[i] = log_score_slope(kScore, z[i]);
+  });
+  return add_lanes(lane);
+}
+
+template <Score kScore>
+void normalised_scores(RouteRow& row, int64_t n) {
+  const float* z = row.z;
+  const float sum = row.slopes ? elementwise_scores<kScore, true>(z, n, row.scores, row.slopes)
+                               : elementwise_scores<kScore, false>(z, n, row.scores, nullptr);
+  row.shares = row.scores;
+  row.share = 1.0f / sum;
+  const float peak = row.peak, top = log_scale(kScore, peak, peak);
+  if (top >= kRescueBelow) return;
+  float* __restrict shares = row.rescued;
+  float lane[kLanes] = {};
+  for_lanes(n, [&](int64_t i, int l) {
+    const float s = exp(log_scale(kScore, z[i], peak) - top) * score_factor(kScore, z[i]);
+    shares[i] = s;
+    lane[l] += s;
+  });
+  row.shares = shares;
+  row.share = 1.0f / add_lanes(lane);
+}
+
+void row_scores(DType dtype, const void* logits, RouteRow& row) {
+  const int64_t n = padded(row.experts);
+  float* z = row.z;
+  with_type(dtype, [&]<typename T>(T) {
+    row.peak = load_row(static_cast<const T*>(logits), row.experts, z);
+  });
+  const float peak = row.peak;
+  float* __restrict exponentials = row.exponentials;
+  float lane[kLanes] = {};
+  for_lanes(n, [&](int64_t i, int l) {
+    const float t = exp_nonpositive(z[i] - peak);
+    exponentials[i] = t;
+    lane[l] += t;
+  });
+  const float sum = add_lanes(lane);
+  row.inverse = 1.0f / sum;
+  row.logsumexp = peak + log(sum);
+  switch (row.score) {
+    case Score::kSoftmax: {
+      float* __restrict scores = row.scores;
+      const float inverse = row.inverse;
+      for_lanes(n, [&](int64_t i, int) { scores[i] = exponentials[i] * inverse; });
+      row.shares = exponentials;
+      row.share = inverse;
+      return;
+    }
+    case Score::kSigmoid:
+      return normalised_scores<Score::kSigmoid>(row, n);
+    case Score::kSqrtSoftplus:
+      return normalised_scores<Score::kSqrtSoftplus>(row, n);
+  }
+}
+
+void add_shares(const float* shares, float share, int64_t n, float* __restrict sums) {
+  for_lanes(n, [&](int64_t i, int) { sums[i] += shares[i] * share; });
+}
+
+void row_gradient(const RouteRow& row, const float* grad_shares, float softmax_factor, float rest,
+                  float* __restrict grad) {
+  const int64_t n = padded(row.experts);
+  const float *shares = row.shares, *slopes = row.slopes;
+  const float share = row.share, inverse = row.inverse;
+  float lane[kLanes] = {};
+  for_lanes(n, [&](int64_t i, int l) { lane[l] += shares[i] * share * grad_shares[i]; });
+  const float mean = add_lanes(lane);
+  if (row.score == Score::kSoftmax) {  // its slope is 1
+    for_lanes(n, [&](int64_t i, int) { grad[i] = shares[i] * share * (grad_shares[i] - mean); });
+  } else {
+    for_lanes(n, [&](int64_t i, int) {
+      grad[i] = shares[i] * share * (grad_shares[i] - mean) * slopes[i];
+    });
+  }
+  if (softmax_factor != 0.0f) {
+    const float* exponentials = row.exponentials;
+    for_lanes(n, [&](int64_t i, int) {
+      grad[i] = fma(exponentials[i] * inverse, softmax_factor, grad[i]);
+    });
+  }
+  if (rest != 0.0f) {
+    const float* scores = row.scores;
+    for_lanes(n, [&](int64_t i, int) { grad[i] = fma(-scores[i], rest, grad[i]); });
+  }
+}
+
+// --- selection -----------------------------------------------------------------------------------
+
+void selection_keys(const float* z, const float* chosen_on, const float* bias, int64_t experts,
+                    uint32_t* __restrict keys) {
+  const int64_t n = padded(experts);
+  if (bias) {
+    for_lanes(n, [&](int64_t i, int) {
+      keys[i] = order_key(selection_value(z[i], chosen_on[i], bias[i]));
+    });
+  } else {
+    for_lanes(
+        n, [&](int64_t i, int) { keys[i] = order_key(selection_value(z[i], chosen_on[i], 0.0f)); });
+  }
+  for (int64_t i = experts; i < n; ++i) keys[i] = 0;
+}
+
+#if defined(__GNUC__) && !defined(__clang__)
+// Everything that takes or returns a Block is inlined, so that its calling convention is moot.
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+// 16 keys in vectors of whatever width there is; comparisons give -1 or 0 in each.
+constexpr int kBlock = 16;
+using Block = uint32_t __attribute__((vector_size(4 * kBlock)));
+constexpr Block kEach = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+DUOMOE_INLINE Block load_block(const uint32_t* from) {
+  Block block;
+  __builtin_memcpy(&block, from, sizeof(block));
+  return block;
+}
+DUOMOE_INLINE void store_block(const Block& block, void* to) {
+  __builtin_memcpy(to, &block, sizeof(block));
+}
+DUOMOE_INLINE Block every(uint32_t x) { return x - Block{}; }
+// Element i is element at[i] of a and b one after the other; `at` is constant.
+DUOMOE_INLINE Block pick(const Block& a, const Block& b, const Block& at) {
+#if defined(__clang__)
+  Block result;
+  for (int i = 0; i < kBlock; ++i) result[i] = at[i] < kBlock ? a[at[i]] : b[at[i] - kBlock];
+  return result;
+#else
+  return __builtin_shuffle(a, b, at);
+#endif
+}
+DUOMOE_INLINE Block larger(const Block& a, const Block& b) { return a > b ? a : b; }
+DUOMOE_INLINE Block smaller(const Block& a, const Block& b) { return a < b ? a : b; }
+
+// The k-th largest of the maxima of 16 kBlocks disjoint sets of keys: a lower bound of the k-th
+// largest key. n is a multiple of kLanes, k <= 16 kBlocks <= n.
+template <int kBlocks>
+uint32_t bound_of_kth(const uint32_t* keys, int64_t n, int64_t k) {
+  constexpr int kBins = kBlocks * kBlock;
+  Block bin[kBlocks];
+  for (int b = 0; b < kBlocks; ++b) bin[b] = load_block(keys + b * kBlock);
+  for (int64_t i = kBins; i < n; i += kBins) {
+    for (int b = 0; b < kBlocks; ++b) {
+      const int64_t at = i + b * kBlock;
+      if (kBlocks <= 2 || at < n) bin[b] = larger(bin[b], load_block(keys + at));
+    }
+  }
+  uint32_t bins[kBins];
+  Block above[kBlocks] = {};
+  for (int b = 0; b < kBlocks; ++b) store_block(bin[b], bins + b * kBlock);
+  for (int j = 0; j < kBins; ++j) {
+    const Block one = every(bins[j]);
+    for (int b = 0; b < kBlocks; ++b) above[b] -= one > bin[b];
+  }
+  const Block wanted = every(static_cast<uint32_t>(k));
+  Block bound = ~Block{};
+  for (int b = 0; b < kBlocks; ++b) {
+    bound = smaller(bound, above[b] < wanted ? bin[b] : ~Block{});
+  }
+  bound = smaller(bound, pick(bound, bound, kEach ^ 8));
+  bound = smaller(bound, pick(bound, bound, kEach ^ 4));
+  bound = smaller(bound, pick(bound, bound, kEach ^ 2));
+  return bound[0] < bound[1] ? bound[0] : bound[1];
+}
+
+// The positions of keys >= bound, ascending; returns how many. `positions` has room for n + kBlock.
+int64_t positions_from(const uint32_t* keys, int64_t n, uint32_t bound, int32_t* positions) {
+  int64_t count = 0;
+#if defined(__AVX512F__)
+  Block at = kEach;
+  const __m512i least = _mm512_set1_epi32(static_cast<int>(bound));
+  for (int64_t i = 0; i < n; i += kBlock, at += kBlock) {
+    const __mmask16 mask = _mm512_cmpge_epu32_mask(_mm512_loadu_si512(keys + i), least);
+    _mm512_storeu_si512(positions + count,
+                        _mm512_maskz_compress_epi32(mask, reinterpret_cast<__m512i>(at)));
+    count += __builtin_popcount(mask);
+  }
+#else
+  for (int64_t i = 0; i < n; ++i) {
+    positions[count] = static_cast<int32_t>(i);
+    count += keys[i] >= bound;
+  }
+#endif
+  return count;
+}
+
+// order[r] = the position whose key is the r-th by (key descending, place in `positions`
+// ascending), by counting who ranks above whom. `positions` and `order` have room for a multiple of
+// kBlock.
+void rank(const uint32_t* keys, int64_t count, const int32_t* positions, int32_t* order) {
+  uint32_t key[kMaxCandidates];
+  const int64_t n = (count + kBlock - 1) / kBlock * kBlock;
+  for (int64_t i = 0; i < count; ++i) key[i] = keys[positions[i]];
+  for (int64_t i = count; i < n; ++i) key[i] = 0;
+  for (int64_t b = 0; b < n; b += kBlock) {
+    const Block own = load_block(key + b);
+    Block place = {};
+    for (int64_t j = 0; j < b; ++j) place -= every(key[j]) >= own;
+#pragma GCC unroll 16
+    for (int j = 0; j < kBlock; ++j) {
+      const Block one = every(key[b + j]), later = kEach > every(j);
+      place -= (one > own) | ((one == own) & later);
+    }
+    for (int64_t j = b + kBlock; j < count; ++j) place -= every(key[j]) > own;
+    uint32_t places[kBlock];
+    store_block(place, places);
+    for (int l = 0; l < kBlock; ++l) order[places[l]] = positions[b + l];
+  }
+}
+
+bool top(const uint32_t* keys, int64_t n, int64_t k, int32_t* scratch, int32_t* ids) {
+  n = padded(n);
+  const uint32_t bound = k <= 8    ? bound_of_kth<1>(keys, n, k)
+                         : k <= 16 ? bound_of_kth<2>(keys, n, k)
+                         : n <= 64 ? 0
+                                   : bound_of_kth<4>(keys, n, k);
+  const int64_t count = positions_from(keys, n, bound, scratch);
+  if (count > kMaxCandidates) return false;
+  int32_t order[kMaxCandidates];
+  rank(keys, count, scratch, order);
+  for (int64_t i = 0; i < k; ++i) ids[i] = order[i];
+  return true;
+}
+
+// The largest and the second largest of two such pairs become the first pair.
+DUOMOE_INLINE void merge(Block& first, Block& second, const Block& other_first,
+                         const Block& other_second) {
+  second = larger(smaller(first, other_first), larger(second, other_second));
+  first = larger(first, other_first);
+}
+
+// Pairs of neighbours in each of two arrays merged, so that n elements become n / 2. Past the end
+// it makes numbers that nobody reads. In place.
+void merge_neighbours(uint32_t* first, uint32_t* second, int64_t n) {
+  constexpr Block kEven = 2 * kEach, kOdd = kEven + 1;
+  for (int64_t i = 0; i < n; i += 2 * kBlock) {
+    const Block a = load_block(first + i), b = load_block(first + i + kBlock);
+    const Block c = load_block(second + i), d = load_block(second + i + kBlock);
+    Block one = pick(a, b, kEven), two = pick(c, d, kEven);
+    merge(one, two, pick(a, b, kOdd), pick(c, d, kOdd));
+    store_block(one, first + i / 2);
+    store_block(two, second + i / 2);
+  }
+}
+
+void group_keys(const uint32_t* keys, int64_t groups, int64_t size, int64_t best, uint32_t* scratch,
+                uint32_t* result) {
+  uint32_t *first = scratch, *second = scratch + padded(groups * size) + kLanes;
+  // Columns of a group, a power of two, that are merged pairwise in the end.
+  int64_t width = kBlock;
+  if (size >= kBlock) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const uint32_t* own = keys + g * size;
+      Block one = load_block(own), two = {};
+      int64_t i = kBlock;
+      for (; i + kBlock <= size; i += kBlock) merge(one, two, load_block(own + i), Block{});
+      if (i < size) {
+        const Block inside = kEach < every(static_cast<uint32_t>(size - i));
+        merge(one, two, load_block(own + i) & inside, Block{});
+      }
+      store_block(one, first + g * kBlock);
+      store_block(two, second + g * kBlock);
+    }
+  } else {
+    while (width > size) width /= 2;
+    for (int64_t g = 0; g < groups; ++g) {
+      for (int64_t l = 0; l < width; ++l) {
+        const uint32_t a = keys[g * size + l];
+        const uint32_t b = width + l < size ? keys[g * size + width + l] : 0;
+        first[g * width + l] = a > b ? a : b;
+        second[g * width + l] = a > b ? b : a;
+      }
+    }
+  }
+  for (; width > 1; width /= 2) merge_neighbours(first, second, groups * width);
+  for (int64_t g = 0; g < groups; ++g) {
+    result[g] = best == 1 ? first[g] : order_key(value_of_key(first[g]) + value_of_key(second[g]));
+  }
+  for (int64_t g = groups; g < padded(groups); ++g) result[g] = 0;
+}
+
+}  // namespace
+}  // namespace duomoe::cpu
