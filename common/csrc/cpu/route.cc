@@ -191,7 +191,7 @@ class Router {
           simd().selection_keys(row.z, chosen_on, bias, experts_, keys);
           selector.select(keys, ids);
         }
-        row_weights(options_, row, ids, top_k_, weights);
+        simd().row_weights(row, options_, ids, top_k_, weights);
         for (int64_t k = 0; k < top_k_; ++k) {
           weights[k] *= options_.scale;
           if (ids[k] >= 0) ++counts[ids[k]];
@@ -289,11 +289,11 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
       }
       simd().row_scores(dtype, logits[t], row);
       const int32_t* ids = indices + t * top_k;
-      const math::Divisor divisor = row_weights(options, row, ids, top_k, weights);
+      const math::Divisor divisor = simd().row_weights(row, options, ids, top_k, weights);
       for (int64_t k = 0; k < top_k; ++k) {
         cotangents[k] = row.has(ids[k]) ? grad_weights[t * top_k + k] * options.scale : 0.0f;
       }
-      const float common = slot_sum(top_k, [&](int64_t k) { return weights[k] * cotangents[k]; });
+      const float common = simd().dot(DType::kFloat32, weights, cotangents, top_k);
       const float softmax_factor =
           grad_logsumexp_sq[s] != 0.0f ? 2.0f * row.logsumexp * grad_logsumexp_sq[s] : 0.0f;
       const float rest = options.score == math::Score::kSoftmax ? divisor.rest * common : 0.0f;

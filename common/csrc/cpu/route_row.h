@@ -16,21 +16,17 @@
 namespace duomoe::cpu {
 
 // The options that both directions share.
-struct RouterOptions {
+struct RouterOptions : WeightOptions {
   math::Score score;
-  bool normalize;
-  math::EpsMode eps_mode;
-  float eps;
   float scale;
 
   explicit RouterOptions(const Call& call)
-      : score(call.choice<math::Score>("score")),
-        eps_mode(call.choice<math::EpsMode>("eps_mode")),
-        eps(static_cast<float>(call.real("eps"))),
-        scale(static_cast<float>(call.real("scale"))) {
+      : score(call.choice<math::Score>("score")), scale(static_cast<float>(call.real("scale"))) {
     const auto choice = call.choice<math::Normalize>("normalize");
     normalize = choice == math::Normalize::kAlways ||
                 (choice == math::Normalize::kIfKGreater1 && call.axis('K') > 1);
+    eps_mode = call.choice<math::EpsMode>("eps_mode");
+    eps = static_cast<float>(call.real("eps"));
   }
 };
 
@@ -71,40 +67,5 @@ struct RowArrays : RouteRow {
   // Any other id marks an unused slot.
   bool has(int32_t id) const { return id >= 0 && id < experts; }
 };
-
-// Sum over the slots of a token, in the lane order of math/router.h.
-template <typename F>
-float slot_sum(int64_t top_k, F f) {
-  float lane[math::kLanes] = {};
-  for (int64_t k = 0; k < top_k; ++k) lane[k % math::kLanes] += f(k);
-  for (int width = math::kLanes / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) lane[l] += lane[l + width];
-  }
-  return lane[0];
-}
-
-// The weights of a token's slots before `scale`; unused slots get 0.
-inline math::Divisor row_weights(const RouterOptions& options, const RowArrays& r,
-                                 const int32_t* indices, int64_t top_k, float* weights) {
-  float top_logit = -math::infinity();
-  for (int64_t k = 0; k < top_k; ++k) {
-    if (r.has(indices[k]) && r.z[indices[k]] > top_logit) top_logit = r.z[indices[k]];
-  }
-  const math::WeightBasis basis =
-      math::weight_basis(options.score, options.normalize, options.eps, top_logit, r.peak);
-  for (int64_t k = 0; k < top_k; ++k) {
-    const int32_t e = indices[k];
-    weights[k] = r.has(e) ? basis.score(options.score, r.z[e], r.scores[e], r.inverse) : 0.0f;
-  }
-  const float sum = slot_sum(top_k, [&](int64_t k) { return weights[k]; });
-  const math::Divisor divisor =
-      math::weight_divisor(options.normalize, options.eps_mode, basis.damped(sum), options.eps);
-  if (options.normalize) {
-    for (int64_t k = 0; k < top_k; ++k) {
-      if (r.has(indices[k])) weights[k] = weights[k] * basis.damp / divisor.value * basis.damp;
-    }
-  }
-  return divisor;
-}
 
 }  // namespace duomoe::cpu

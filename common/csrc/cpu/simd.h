@@ -37,6 +37,12 @@ struct RouteRow {
   float share;
 };
 
+struct WeightOptions {
+  bool normalize;
+  math::EpsMode eps_mode;
+  float eps;
+};
+
 // What `top` finds at most between a bound of the k-th largest key and the largest.
 constexpr int64_t kMaxCandidates = 64;
 constexpr int64_t kMaxTop = 32;
@@ -64,13 +70,18 @@ struct SimdLoops {
   // keys[e] = order_key(selection value). bias may be null.
   void (*selection_keys)(const float* z, const float* chosen_on, const float* bias, int64_t experts,
                          uint32_t* keys);
-  // For each group the order_key of the sum of its `best` largest values, best being 1 or 2.
-  // scratch holds 4 (padded(experts) + kLanes) elements.
-  void (*group_keys)(const uint32_t* keys, int64_t groups, int64_t size, int64_t best,
-                     uint32_t* scratch, uint32_t* result);
+  // The keys and ids of the `kept` best groups, their ids ascending; a group's value is the sum of
+  // its `best` largest ones. False, and nothing written, for best > 2 or very many groups. `keys`
+  // and the results have room for padded(experts) + kLanes elements, scratch for twice as many.
+  bool (*keep_groups)(const uint32_t* keys, int64_t groups, int64_t size, int64_t best,
+                      int64_t kept, uint32_t* scratch, uint32_t* kept_keys, int32_t* kept_ids);
   // ids[k] of the k <= kMaxTop largest of n >= k keys, by (key descending, id ascending). False,
   // and nothing written, where too many keys are equal. scratch holds padded(n) + kLanes elements.
   bool (*top)(const uint32_t* keys, int64_t n, int64_t k, int32_t* scratch, int32_t* ids);
+
+  // The weights of a token's slots before `scale`; slots of an id outside [0, E) get 0.
+  math::Divisor (*row_weights)(const RouteRow& row, const WeightOptions& options,
+                               const int32_t* ids, int64_t top_k, float* weights);
 
   void (*accumulate)(const float* x, int64_t n, float* sum);  // sum += x
   void (*accumulate_scaled)(DType dtype, float factor, const void* x, int64_t n,

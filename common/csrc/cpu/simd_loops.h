@@ -32,22 +32,6 @@ void round_to(DType dtype, float* values, int64_t n) {
   });
 }
 
-// sum over i of f(i), in the lane order of math/router.h.
-template <typename F>
-float lane_sum(int64_t n, F f) {
-  float lane[kLanes];
-  for (int l = 0; l < kLanes; ++l) lane[l] = 0.0f;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lane[l] += f(i + l);
-  }
-  for (; i < n; ++i) lane[i % kLanes] += f(i);
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int l = 0; l < width; ++l) lane[l] += lane[l + width];
-  }
-  return lane[0];
-}
-
 void accumulate(const float* x, int64_t n, float* sum) {
   for (int64_t i = 0; i < n; ++i) sum[i] += x[i];
 }
@@ -109,11 +93,10 @@ void swiglu_bwd(DType dtype, const void* grad, const void* gate, const void* up,
     T* du = static_cast<T*>(grad_up);
     for (int64_t i = 0; i < n; ++i) {
       const float x = to_float(g[i]), y = to_float(d[i]);
-      const float t = exp_nonpositive(-absolute(x)), divisor = 1.0f + t;
-      const float s = (x >= 0.0f ? 1.0f : t) / divisor,
-                  complement = (x >= 0.0f ? t : 1.0f) / divisor;
-      du[i] = from_float<T>(y * (x * s));
-      dg[i] = from_float<T>(y * to_float(u[i]) * (s * fma(x, complement, 1.0f)));
+      const SigmoidPair sigmoid = sigmoid_pair(x);
+      du[i] = from_float<T>(y * (x * sigmoid.value));
+      dg[i] =
+          from_float<T>(y * to_float(u[i]) * (sigmoid.value * fma(x, sigmoid.complement, 1.0f)));
     }
   });
 }
@@ -244,8 +227,9 @@ constexpr SimdLoops loops() {
           add_shares,
           row_gradient,
           selection_keys,
-          group_keys,
+          keep_groups,
           top,
+          row_weights,
           accumulate,
           accumulate_scaled,
           scale,

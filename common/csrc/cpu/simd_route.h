@@ -34,6 +34,18 @@ DUOMOE_INLINE float add_lanes(float (&lane)[kLanes]) {
   return join_lanes(lane, [](float a, float b) { return a + b; });
 }
 
+// sum over i of f(i), in the lane order of math/router.h, for any n.
+template <typename F>
+DUOMOE_INLINE float lane_sum(int64_t n, F f) {
+  float lane[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lane[l] += f(i + l);
+  }
+  for (int l = 0; i + l < n; ++l) lane[l] += f(i + l);
+  return add_lanes(lane);
+}
+
 // Logits as float32, padded with -inf; returns the largest, -inf where there is none but NaN.
 template <typename T>
 float load_row(const T* logits, int64_t experts, float* __restrict z) {
@@ -53,16 +65,32 @@ float load_row(const T* logits, int64_t experts, float* __restrict z) {
   return join_lanes(lane, [](float a, float b) { return b > a ? b : a; });
 }
 
-// Scores, their slopes if wanted, and the sum of the scores.
-template <Score kScore, bool kSlopes>
-float elementwise_scores(const float* z, int64_t n, float* __restrict scores,
-                         float* __restrict slopes) {
+// Scores and their sum.
+template <Score kScore>
+float elementwise_scores(const float* z, int64_t n, float* __restrict scores) {
   float lane[kLanes] = {};
   for_lanes(n, [&](int64_t i, int l) {
     const float s = elementwise_score(kScore, z[i]);
     scores[i] = s;
     lane[l] += s;
-    if (kSlopes) slopes[i] = log_score_slope(kScore, z[i]);
+  });
+  return add_lanes(lane);
+}
+
+// The same and the slopes. Those of sigmoid come from the same exponential.
+template <Score kScore>
+float elementwise_scores(const float* z, int64_t n, float* __restrict scores,
+                         float* __restrict slopes) {
+  if (kScore != Score::kSigmoid) {
+    for_lanes(n, [&](int64_t i, int) { slopes[i] = log_score_slope(kScore, z[i]); });
+    return elementwise_scores<kScore>(z, n, scores);
+  }
+  float lane[kLanes] = {};
+  for_lanes(n, [&](int64_t i, int l) {
+    const SigmoidPair pair = sigmoid_pair(z[i]);
+    scores[i] = pair.value;
+    slopes[i] = pair.complement;
+    lane[l] += pair.value;
   });
   return add_lanes(lane);
 }
@@ -70,8 +98,8 @@ float elementwise_scores(const float* z, int64_t n, float* __restrict scores,
 template <Score kScore>
 void normalised_scores(RouteRow& row, int64_t n) {
   const float* z = row.z;
-  const float sum = row.slopes ? elementwise_scores<kScore, true>(z, n, row.scores, row.slopes)
-                               : elementwise_scores<kScore, false>(z, n, row.scores, nullptr);
+  const float sum = row.slopes ? elementwise_scores<kScore>(z, n, row.scores, row.slopes)
+                               : elementwise_scores<kScore>(z, n, row.scores);
   row.shares = row.scores;
   row.share = 1.0f / sum;
   const float peak = row.peak, top = log_scale(kScore, peak, peak);
@@ -151,6 +179,37 @@ void row_gradient(const RouteRow& row, const float* grad_shares, float softmax_f
   }
 }
 
+// --- weights -------------------------------------------------------------------------------------
+
+Divisor row_weights(const RouteRow& row, const WeightOptions& options, const int32_t* ids,
+                    int64_t top_k, float* __restrict weights) {
+  const uint32_t experts = static_cast<uint32_t>(row.experts);
+  const float *z = row.z, *scores = row.scores;
+  auto has = [=](int32_t id) { return static_cast<uint32_t>(id) < experts; };
+  float top_logit = -infinity();
+  for (int64_t k = 0; k < top_k; ++k) {
+    const float logit = has(ids[k]) ? z[ids[k]] : -infinity();
+    top_logit = logit > top_logit ? logit : top_logit;
+  }
+  const WeightBasis basis =
+      weight_basis(row.score, options.normalize, options.eps, top_logit, row.peak);
+  for (int64_t k = 0; k < top_k; ++k) {
+    const int32_t e = ids[k];
+    weights[k] = has(e) ? basis.score(row.score, z[e], scores[e], row.inverse) : 0.0f;
+  }
+  const float sum = lane_sum(top_k, [=](int64_t k) { return weights[k]; });
+  const Divisor divisor =
+      weight_divisor(options.normalize, options.eps_mode, basis.damped(sum), options.eps);
+  if (options.normalize) {
+    const float damp = basis.damp, value = divisor.value;
+    for (int64_t k = 0; k < top_k; ++k) {
+      const float weight = weights[k] * damp / value * damp;
+      weights[k] = has(ids[k]) ? weight : 0.0f;
+    }
+  }
+  return divisor;
+}
+
 // --- selection -----------------------------------------------------------------------------------
 
 void selection_keys(const float* z, const float* chosen_on, const float* bias, int64_t experts,
@@ -196,6 +255,15 @@ DUOMOE_INLINE Block pick(const Block& a, const Block& b, const Block& at) {
   return __builtin_shuffle(a, b, at);
 #endif
 }
+// ++count[i] where `where` is not 0.
+template <typename Mask>
+DUOMOE_INLINE void count_where(Block& count, const Mask& where) {
+#if defined(__AVX512F__)
+  count = where ? count + 1 : count;  // a masked addition
+#else
+  count -= where;
+#endif
+}
 DUOMOE_INLINE Block larger(const Block& a, const Block& b) { return a > b ? a : b; }
 DUOMOE_INLINE Block smaller(const Block& a, const Block& b) { return a < b ? a : b; }
 
@@ -217,7 +285,7 @@ uint32_t bound_of_kth(const uint32_t* keys, int64_t n, int64_t k) {
   for (int b = 0; b < kBlocks; ++b) store_block(bin[b], bins + b * kBlock);
   for (int j = 0; j < kBins; ++j) {
     const Block one = every(bins[j]);
-    for (int b = 0; b < kBlocks; ++b) above[b] -= one > bin[b];
+    for (int b = 0; b < kBlocks; ++b) count_where(above[b], one > bin[b]);
   }
   const Block wanted = every(static_cast<uint32_t>(k));
   Block bound = ~Block{};
@@ -251,27 +319,30 @@ int64_t positions_from(const uint32_t* keys, int64_t n, uint32_t bound, int32_t*
   return count;
 }
 
-// order[r] = the position whose key is the r-th by (key descending, place in `positions`
-// ascending), by counting who ranks above whom. `positions` and `order` have room for a multiple of
-// kBlock.
-void rank(const uint32_t* keys, int64_t count, const int32_t* positions, int32_t* order) {
-  uint32_t key[kMaxCandidates];
+// How many rank above each of key[b, b + kBlock) by (key descending, index ascending).
+DUOMOE_INLINE Block places(const uint32_t* key, int64_t b, int64_t count) {
+  const Block own = load_block(key + b);
+  Block place = {};
+  for (int64_t j = 0; j < b; ++j) count_where(place, every(key[j]) >= own);
+#pragma GCC unroll 16
+  for (int j = 0; j < kBlock; ++j) {
+    const Block one = every(key[b + j]), later = kEach > every(j);
+    count_where(place, (one > own) | ((one == own) & later));
+  }
+  for (int64_t j = b + kBlock; j < count; ++j) count_where(place, every(key[j]) > own);
+  return place;
+}
+
+// Sorts count <= kMaxCandidates positions, which ascend, by (key descending, position ascending).
+// `positions` and `order` have room for a multiple of kBlock.
+void sort_positions(const uint32_t* keys, int64_t count, const int32_t* positions, int32_t* order) {
+  uint32_t key[kMaxCandidates], place[kBlock];
   const int64_t n = (count + kBlock - 1) / kBlock * kBlock;
   for (int64_t i = 0; i < count; ++i) key[i] = keys[positions[i]];
   for (int64_t i = count; i < n; ++i) key[i] = 0;
   for (int64_t b = 0; b < n; b += kBlock) {
-    const Block own = load_block(key + b);
-    Block place = {};
-    for (int64_t j = 0; j < b; ++j) place -= every(key[j]) >= own;
-#pragma GCC unroll 16
-    for (int j = 0; j < kBlock; ++j) {
-      const Block one = every(key[b + j]), later = kEach > every(j);
-      place -= (one > own) | ((one == own) & later);
-    }
-    for (int64_t j = b + kBlock; j < count; ++j) place -= every(key[j]) > own;
-    uint32_t places[kBlock];
-    store_block(place, places);
-    for (int l = 0; l < kBlock; ++l) order[places[l]] = positions[b + l];
+    store_block(places(key, b, count), place);
+    for (int l = 0; l < kBlock; ++l) order[place[l]] = positions[b + l];
   }
 }
 
@@ -284,7 +355,7 @@ bool top(const uint32_t* keys, int64_t n, int64_t k, int32_t* scratch, int32_t* 
   const int64_t count = positions_from(keys, n, bound, scratch);
   if (count > kMaxCandidates) return false;
   int32_t order[kMaxCandidates];
-  rank(keys, count, scratch, order);
+  sort_positions(keys, count, scratch, order);
   for (int64_t i = 0; i < k; ++i) ids[i] = order[i];
   return true;
 }
@@ -343,7 +414,26 @@ void group_keys(const uint32_t* keys, int64_t groups, int64_t size, int64_t best
   for (int64_t g = 0; g < groups; ++g) {
     result[g] = best == 1 ? first[g] : order_key(value_of_key(first[g]) + value_of_key(second[g]));
   }
-  for (int64_t g = groups; g < padded(groups); ++g) result[g] = 0;
+}
+
+bool keep_groups(const uint32_t* keys, int64_t groups, int64_t size, int64_t best, int64_t kept,
+                 uint32_t* scratch, uint32_t* kept_keys, int32_t* kept_ids) {
+  if (groups > kMaxCandidates || best > 2) return false;
+  uint32_t key[kMaxCandidates] = {}, place[kMaxCandidates];
+  group_keys(keys, groups, size, best, scratch, key);
+  for (int64_t b = 0; b < groups; b += kBlock) store_block(places(key, b, groups), place + b);
+  int64_t count = 0;
+  for (int64_t g = 0; g < groups; ++g) {
+    if (static_cast<int64_t>(place[g]) >= kept) continue;
+    for (int64_t i = 0; i < size; i += kBlock) {
+      const uint32_t from = static_cast<uint32_t>(g * size + i);
+      store_block(load_block(keys + from), kept_keys + count + i);
+      store_block(kEach + from, kept_ids + count + i);
+    }
+    count += size;
+  }
+  for (int64_t i = count; i < padded(count); ++i) kept_keys[i] = 0;
+  return true;
 }
 
 }  // namespace

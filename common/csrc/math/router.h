@@ -73,8 +73,8 @@ DUOMOE_FN float elementwise_score(Score score, float z) {
 // For softmax the part that the row normaliser adds, -p, is handled with the row.
 DUOMOE_FN float log_score_slope(Score score, float z) {
   if (score == Score::kSoftmax) return 1.0f;
+  if (score == Score::kSigmoid) return sigmoid_pair(z).complement;
   const float t = exp_nonpositive(-absolute(z));
-  if (score == Score::kSigmoid) return (z >= 0.0f ? t : 1.0f) / (1.0f + t);
   return 0.5f * (1.0f / ((1.0f + t) * (z >= 0.0f ? z + log1p_unit(t) : log1p_ratio(t))));
 }
 

@@ -122,6 +122,18 @@ DUOMOE_FN float sigmoid(float x) {
   return (x >= 0.0f ? 1.0f : t) / (1.0f + t);
 }
 
+// sigmoid(x) and 1 - sigmoid(x) with one division: of 1 / (1 + t) and t / (1 + t) the second is
+// q + r y with y = 1 / (1 + t), q = t y and r = t - q (1 + t), which has the bits of the quotient
+// for every t in [0, 1].
+struct SigmoidPair {
+  float value, complement;
+};
+DUOMOE_FN SigmoidPair sigmoid_pair(float x) {
+  const float t = exp_nonpositive(-absolute(x)), divisor = 1.0f + t, y = 1.0f / divisor;
+  const float q = t * y, small = fma(fma(-q, divisor, t), y, q);
+  return {x >= 0.0f ? y : small, x >= 0.0f ? small : y};
+}
+
 // An order-preserving integer: a > b as floats iff key(a) > key(b). -0 equals +0, -inf lies below
 // every finite value and every NaN below -inf (at 0).
 DUOMOE_FN uint32_t order_key(float x) {
