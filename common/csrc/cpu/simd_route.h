@@ -96,7 +96,7 @@ float elementwise_scores(const float* z, int64_t n, float* __restrict scores,
 }
 
 template <Score kScore>
-void normalised_scores(RouteRow& row, int64_t n) {
+void elementwise_row(RouteRow& row, int64_t n) {
   const float* z = row.z;
   const float sum = row.slopes ? elementwise_scores<kScore>(z, n, row.scores, row.slopes)
                                : elementwise_scores<kScore>(z, n, row.scores);
@@ -121,6 +121,9 @@ void row_scores(DType dtype, const void* logits, RouteRow& row) {
   with_type(dtype, [&]<typename T>(T) {
     row.peak = load_row(static_cast<const T*>(logits), row.experts, z);
   });
+  // First what does not wait for the peak.
+  if (row.score == Score::kSigmoid) elementwise_row<Score::kSigmoid>(row, n);
+  if (row.score == Score::kSqrtSoftplus) elementwise_row<Score::kSqrtSoftplus>(row, n);
   const float peak = row.peak;
   float* __restrict exponentials = row.exponentials;
   float lane[kLanes] = {};
@@ -129,23 +132,14 @@ void row_scores(DType dtype, const void* logits, RouteRow& row) {
     exponentials[i] = t;
     lane[l] += t;
   });
-  const float sum = add_lanes(lane);
-  row.inverse = 1.0f / sum;
+  const float sum = add_lanes(lane), inverse = 1.0f / sum;
+  row.inverse = inverse;
   row.logsumexp = peak + log(sum);
-  switch (row.score) {
-    case Score::kSoftmax: {
-      float* __restrict scores = row.scores;
-      const float inverse = row.inverse;
-      for_lanes(n, [&](int64_t i, int) { scores[i] = exponentials[i] * inverse; });
-      row.shares = exponentials;
-      row.share = inverse;
-      return;
-    }
-    case Score::kSigmoid:
-      return normalised_scores<Score::kSigmoid>(row, n);
-    case Score::kSqrtSoftplus:
-      return normalised_scores<Score::kSqrtSoftplus>(row, n);
-  }
+  if (row.score != Score::kSoftmax) return;
+  float* __restrict scores = row.scores;
+  for_lanes(n, [&](int64_t i, int) { scores[i] = exponentials[i] * inverse; });
+  row.shares = exponentials;
+  row.share = inverse;
 }
 
 void add_shares(const float* shares, float share, int64_t n, float* __restrict sums) {
@@ -188,14 +182,18 @@ Divisor row_weights(const RouteRow& row, const WeightOptions& options, const int
   auto has = [=](int32_t id) { return static_cast<uint32_t>(id) < experts; };
   float top_logit = -infinity();
   for (int64_t k = 0; k < top_k; ++k) {
-    const float logit = has(ids[k]) ? z[ids[k]] : -infinity();
+    if (!has(ids[k])) continue;
+    const float logit = z[ids[k]];
     top_logit = logit > top_logit ? logit : top_logit;
   }
   const WeightBasis basis =
       weight_basis(row.score, options.normalize, options.eps, top_logit, row.peak);
-  for (int64_t k = 0; k < top_k; ++k) {
-    const int32_t e = ids[k];
-    weights[k] = has(e) ? basis.score(row.score, z[e], scores[e], row.inverse) : 0.0f;
+  for (int64_t k = 0; k < top_k; ++k) weights[k] = has(ids[k]) ? scores[ids[k]] : 0.0f;
+  if (basis.relative) {
+    for (int64_t k = 0; k < top_k; ++k) {
+      const int32_t e = ids[k];
+      if (has(e)) weights[k] = basis.score(row.score, z[e], scores[e], row.inverse);
+    }
   }
   const float sum = lane_sum(top_k, [=](int64_t k) { return weights[k]; });
   const Divisor divisor =
@@ -347,13 +345,18 @@ void sort_positions(const uint32_t* keys, int64_t count, const int32_t* position
 }
 
 bool top(const uint32_t* keys, int64_t n, int64_t k, int32_t* scratch, int32_t* ids) {
-  n = padded(n);
-  const uint32_t bound = k <= 8    ? bound_of_kth<1>(keys, n, k)
-                         : k <= 16 ? bound_of_kth<2>(keys, n, k)
-                         : n <= 64 ? 0
-                                   : bound_of_kth<4>(keys, n, k);
-  const int64_t count = positions_from(keys, n, bound, scratch);
-  if (count > kMaxCandidates) return false;
+  int64_t count = n;
+  if (n <= kBlock) {
+    store_block(kEach, scratch);
+  } else {
+    const int64_t end = padded(n);
+    const uint32_t bound = k <= 8      ? bound_of_kth<1>(keys, end, k)
+                           : k <= 16   ? bound_of_kth<2>(keys, end, k)
+                           : end <= 64 ? 0
+                                       : bound_of_kth<4>(keys, end, k);
+    count = positions_from(keys, end, bound, scratch);
+    if (count > kMaxCandidates) return false;
+  }
   int32_t order[kMaxCandidates];
   sort_positions(keys, count, scratch, order);
   for (int64_t i = 0; i < k; ++i) ids[i] = order[i];
@@ -422,16 +425,20 @@ bool keep_groups(const uint32_t* keys, int64_t groups, int64_t size, int64_t bes
   uint32_t key[kMaxCandidates] = {}, place[kMaxCandidates];
   group_keys(keys, groups, size, best, scratch, key);
   for (int64_t b = 0; b < groups; b += kBlock) store_block(places(key, b, groups), place + b);
-  int64_t count = 0;
+  uint32_t best_groups[kMaxCandidates + 1];
+  int64_t found = 0;  // without a branch, which nothing could predict
   for (int64_t g = 0; g < groups; ++g) {
-    if (static_cast<int64_t>(place[g]) >= kept) continue;
-    for (int64_t i = 0; i < size; i += kBlock) {
-      const uint32_t from = static_cast<uint32_t>(g * size + i);
-      store_block(load_block(keys + from), kept_keys + count + i);
-      store_block(kEach + from, kept_ids + count + i);
-    }
-    count += size;
+    best_groups[found] = static_cast<uint32_t>(g);
+    found += static_cast<int64_t>(place[g]) < kept;
   }
+  for (int64_t k = 0; k < kept; ++k) {
+    for (int64_t i = 0; i < size; i += kBlock) {
+      const uint32_t from = best_groups[k] * static_cast<uint32_t>(size) + static_cast<uint32_t>(i);
+      store_block(load_block(keys + from), kept_keys + k * size + i);
+      store_block(kEach + from, kept_ids + k * size + i);
+    }
+  }
+  const int64_t count = kept * size;
   for (int64_t i = count; i < padded(count); ++i) kept_keys[i] = 0;
   return true;
 }

@@ -78,12 +78,15 @@ DUOMOE_FN float exp(float x) {
   return nan ? x : y;
 }
 
-// exp(x) for x <= 0 or NaN, the same bits in fewer steps: n is in [-152, 0], so that 2^(n + 63) and
+// exp(x) for x <= 0 or NaN, the same bits in fewer steps: n is in [-150, 0], so that 2^(n + 63) and
 // its product with p are normal, and only the step of 2^-63 rounds. With 63 + 127 in the shift the
-// exponent field of 2^(n + 63) is the low bits of the shifted number. A NaN passes through p.
+// exponent field of 2^(n + 63) is the low bits of the shifted number. A NaN passes through p. Below
+// -104 the result is 0, and no multiplication may underflow to it: that is slow on a CPU.
 DUOMOE_FN float exp_nonpositive(float x) {
-  const ExpParts parts = exp_parts(x < -105.0f ? -105.0f : x, 12582912.0f + 190.0f);
-  return parts.p * float_of(parts.shifted << 23) * float_of(0x20000000u);  // 2^-63
+  const bool zero = x < -104.0f;
+  const ExpParts parts = exp_parts(zero ? 0.0f : x, 12582912.0f + 190.0f);
+  const float y = parts.p * float_of(parts.shifted << 23) * float_of(0x20000000u);  // 2^-63
+  return zero ? 0.0f : y;
 }
 
 // 2 atanh(t) + e ln2 = log((1 + t) / (1 - t) * 2^e) for |t| <= 1/5, about 1 ulp (coefficients:
