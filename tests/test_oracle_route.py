@@ -40,6 +40,66 @@ def test_equal_logits_select_the_first_ids(
     np.testing.assert_allclose(out["weights"], 1 / top_k, rtol=4 * U)
 
 
+def best_first(values: np.ndarray) -> np.ndarray:
+    """Positions by (value descending, position ascending), along the last axis."""
+    return np.argsort(-values, axis=-1, kind="stable")
+
+
+def grid(tokens: int, experts: int, levels: int) -> np.ndarray:
+    """Logits of so few levels that sums of them are exact and many are equal."""
+    rng = np.random.default_rng([tokens, experts, levels])
+    return rng.integers(-levels, levels, (tokens, experts)) / 16
+
+
+@pytest.mark.parametrize("levels", [1, 4, 2000])
+@pytest.mark.parametrize(
+    "experts, top_k",
+    [(16, 3), (17, 9), (33, 32), (64, 33), (72, 8), (128, 16), (257, 17), (384, 32), (1000, 12)],
+)
+def test_selection_is_a_stable_sort(
+    adapter: Adapter, experts: int, top_k: int, levels: int
+) -> None:
+    z = grid(40, experts, levels)
+    out = route(adapter, z, top_k, select_on="logit")
+    np.testing.assert_array_equal(out["indices"], best_first(z)[:, :top_k])
+
+
+@pytest.mark.parametrize("levels", [1, 4, 2000])
+@pytest.mark.parametrize("group_score_k", [1, 2, 3])
+@pytest.mark.parametrize(
+    "experts, top_k, groups, kept",
+    [
+        (24, 3, 24, 5),
+        (60, 8, 20, 3),
+        (64, 8, 32, 6),
+        (64, 6, 8, 4),
+        (96, 10, 6, 5),
+        (160, 6, 8, 3),
+        (256, 8, 8, 4),
+        (320, 20, 40, 36),
+        (1000, 33, 125, 70),
+    ],
+)
+def test_groups_are_chosen_by_a_stable_sort(
+    adapter: Adapter,
+    experts: int,
+    top_k: int,
+    groups: int,
+    kept: int,
+    group_score_k: int,
+    levels: int,
+) -> None:
+    z = grid(40, experts, levels)
+    options = {"num_groups": groups, "group_top_k": kept, "group_score_k": group_score_k}
+    out = route(adapter, z, top_k, select_on="logit", **options)
+    members = z.reshape(40, groups, -1)
+    values = -np.sort(-members, axis=-1)[:, :, :group_score_k].sum(-1)
+    excluded = np.ones((40, groups), bool)
+    np.put_along_axis(excluded, best_first(values)[:, :kept], False, axis=1)
+    ranked = np.where(excluded[:, :, None], -np.inf, members).reshape(z.shape)
+    np.testing.assert_array_equal(out["indices"], best_first(ranked)[:, :top_k])
+
+
 def test_minus_zero_equals_zero(adapter: Adapter) -> None:
     out = route(adapter, [[0.0, -0.0, 0.0, -0.0, -1]], 4, select_on="logit")
     np.testing.assert_array_equal(out["indices"], [[0, 1, 2, 3]])

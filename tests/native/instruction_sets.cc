@@ -3,6 +3,8 @@
 //
 // Runs the inner loops of every instruction set on the same random data and compares their bits.
 // Prints what differs; exits with 1 if anything does.
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <random>
@@ -13,28 +15,77 @@
 using duomoe::DType;
 using duomoe::cpu::kTileColumns;
 using duomoe::cpu::kTileDepth;
+using duomoe::cpu::padded;
+using duomoe::cpu::RouteRow;
 using duomoe::cpu::SimdLoops;
+using duomoe::math::EpsMode;
+using duomoe::math::kLanes;
 using duomoe::math::Score;
 
 using Floats = std::vector<float>;
 
 void append(Floats& all, const Floats& part) { all.insert(all.end(), part.begin(), part.end()); }
 
-// Everything that one set of loops makes of a row of logits z, cotangents g and biases b.
+// What the router's loops make of a row of logits z, cotangents g and biases b.
+Floats route_results(const SimdLoops& loops, Score score, const Floats& z, const Floats& g,
+                     const Floats& b) {
+  const auto n = static_cast<int64_t>(z.size()), size = padded(n) + kLanes;
+  std::vector<Floats> arrays(8, Floats(size));
+  Floats &grad_shares = arrays[5], &bias = arrays[6], &grad = arrays[7];
+  std::copy(g.begin(), g.end(), grad_shares.begin());
+  std::copy(b.begin(), b.end(), bias.begin());
+  RouteRow row{};
+  row.score = score;
+  row.experts = n;
+  row.z = arrays[0].data();
+  row.exponentials = arrays[1].data();
+  row.scores = arrays[2].data();
+  row.rescued = arrays[3].data();
+  row.slopes = score == Score::kSoftmax ? nullptr : arrays[4].data();
+  loops.row_scores(DType::kFloat32, z.data(), row);
+  Floats all = {row.peak, row.inverse, row.logsumexp, row.share};
+  Floats sums(size);
+  loops.add_shares(row.shares, row.share, padded(n), sums.data());
+  loops.row_gradient(row, grad_shares.data(), 0.3f, 0.1f, grad.data());
+  for (Floats* part : {&arrays[1], &arrays[2], &arrays[4], &sums, &grad}) {
+    part->resize(n);
+    append(all, *part);
+  }
+
+  std::vector<uint32_t> keys(size), kept_keys(size), scratch(2 * size);
+  std::vector<int32_t> ids(n), kept_ids(size);
+  loops.selection_keys(row.z, row.scores, bias.data(), n, keys.data());
+  for (int64_t k : {1, 3, 8, 9, 16, 17, 32}) {
+    if (k > n) break;
+    auto* positions = reinterpret_cast<int32_t*>(scratch.data());
+    all.push_back(loops.top(keys.data(), n, k, positions, ids.data()));
+    if (!all.back()) continue;
+    all.insert(all.end(), ids.begin(), ids.begin() + k);
+    for (bool normalize : {false, true}) {
+      Floats weights(k);
+      const auto divisor =
+          loops.row_weights(row, {normalize, EpsMode::kAdd, 1e-20f}, ids.data(), k, weights.data());
+      append(all, weights);
+      append(all, {divisor.value, divisor.own, divisor.rest});
+    }
+  }
+  for (int64_t groups : {2, 3, 4, 8, 32}) {
+    if (n % groups) continue;
+    const int64_t group = n / groups, kept = (groups + 1) / 2;
+    for (int64_t best = 1; best <= std::min<int64_t>(2, group); ++best) {
+      loops.keep_groups(keys.data(), groups, group, best, kept, scratch.data(), kept_keys.data(),
+                        kept_ids.data());
+      all.insert(all.end(), kept_ids.begin(), kept_ids.begin() + kept * group);
+    }
+  }
+  return all;
+}
+
+// Everything that one set of loops makes of the three rows.
 Floats results(const SimdLoops& loops, Score score, const Floats& z, const Floats& g,
                const Floats& b) {
   const auto n = static_cast<int64_t>(z.size());
-  Floats all, exponentials(n), scores(n), probabilities(n), grad(n), values(n), floats(n);
-  std::vector<uint32_t> keys(n);
-  const auto row =
-      loops.row_scores(score, z.data(), n, exponentials.data(), scores.data(),
-                       score == Score::kSoftmax ? scores.data() : probabilities.data());
-  if (score == Score::kSoftmax) probabilities = scores;
-  loops.selection(z.data(), scores.data(), b.data(), n, values.data(), keys.data());
-  loops.row_gradient(score, z.data(), exponentials.data(), scores.data(), probabilities.data(),
-                     g.data(), row.inverse, 0.3f, 0.1f, n, grad.data());
-  for (const Floats& part : {exponentials, scores, probabilities, grad, values}) append(all, part);
-  append(all, {row.peak, row.inverse, row.logsumexp});
+  Floats all = route_results(loops, score, z, g, b), floats(n);
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     std::vector<char> x(n * 4), y(n * 4), first(n * 4), second(n * 4);
     loops.store(dtype, z.data(), x.data(), n);
@@ -84,7 +135,12 @@ int main() {
   };
   for (size_t n : {1, 7, 31, 32, 33, 64, 100, 256, 301}) {
     for (int repeat = 0; repeat < 50; ++repeat) {
-      const Floats z = draw(n, repeat % 5 ? 0.0f : -110.0f), g = draw(n, 0), b = draw(n, 0);
+      Floats z = draw(n, repeat % 5 ? 0.0f : -110.0f), b = draw(n, 0);
+      const Floats g = draw(n, 0);
+      if (repeat % 5 == 1) {  // ties
+        for (float& x : z) x = std::nearbyint(x / 8);
+        for (float& x : b) x = std::nearbyint(x / 16);
+      }
       for (Score score : {Score::kSoftmax, Score::kSigmoid, Score::kSqrtSoftplus}) {
         const Floats base = results(*sets[0], score, z, g, b);
         for (int i : {1, 2})
