@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cassert>
 #include <cstdint>
 #include <memory>
 #include <new>
@@ -14,13 +15,15 @@ class Arena {
  public:
   // Room for `arrays` arrays of `length` elements.
   Arena(int64_t arrays, int64_t length)
-      : data_(static_cast<char*>(::operator new(arrays * bytes(length), kLine))) {}
+      : size_(static_cast<size_t>(arrays) * bytes(length)),
+        data_(static_cast<char*>(::operator new(size_, kLine))) {}
 
   template <typename T>
   T* take(int64_t length) {
     static_assert(sizeof(T) == 4);
     T* array = reinterpret_cast<T*>(data_.get() + used_);
     used_ += bytes(length);
+    assert(used_ <= size_);
     return array;
   }
 
@@ -31,6 +34,7 @@ class Arena {
   struct Delete {
     void operator()(char* data) const { ::operator delete(data, kLine); }
   };
+  size_t size_;
   std::unique_ptr<char, Delete> data_;
   size_t used_ = 0;
 };

@@ -70,7 +70,7 @@ struct Wave {
 
   Wave(int64_t most_chunks, int64_t experts, bool separate_loss_counts)
       : capacity(std::min(most_chunks, std::max<int64_t>(kLeast, kElements / experts))),
-        arena(5, capacity * experts),
+        arena(3, capacity * (experts + 2) + 2 * math::kLanes),
         score_sums(arena.take<float>(capacity * experts)),
         counts(arena.take<int32_t>(capacity * experts)),
         loss_counts(separate_loss_counts ? arena.take<int32_t>(capacity * experts) : nullptr),
