@@ -37,7 +37,7 @@ Floats route_results(const SimdLoops& loops, Score score, const Floats& z, const
   RouteRow row{};
   row.score = score;
   row.experts = n;
-  row.z = arrays[0].data();
+  row.converted = arrays[0].data();
   row.exponentials = arrays[1].data();
   row.scores = arrays[2].data();
   row.rescued = arrays[3].data();

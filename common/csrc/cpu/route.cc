@@ -156,8 +156,6 @@ class Router {
     float* streams = arena.take<float>(kStreams * n);
     Selector selector(experts_, top_k_, groups_, group_top_k_, group_score_k_, arena);
     Selector loss_selector(experts_, top_k_, 1, 1, 1, arena);
-    const float* chosen_on = on_logit_ ? row.z : row.scores;
-
     for (int64_t i = begin; i < end; ++i) {
       const Chunk& chunk = wave.chunks[i];
       const int64_t used = std::min<int64_t>(kStreams, chunk.end - chunk.begin);
@@ -175,6 +173,7 @@ class Router {
           continue;
         }
         simd().row_scores(dtype_, logits_[t], row);
+        const float* chosen_on = on_logit_ ? row.z : row.scores;
         const int64_t stream = (t - chunk.begin) % kStreams;
         simd().add_shares(row.shares, row.share, n, streams + stream * n);
         stream_logsumexp_sq[stream] += row.logsumexp * row.logsumexp;
@@ -269,12 +268,15 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
   const float* grad_score_sums = call.in("grad_score_sums").as<const float>();
   const float* grad_logsumexp_sq = call.in("grad_logsumexp_sq").as<const float>();
 
+  // Whether a row of the output can be written without conversion and padding.
+  const bool in_place = dtype == DType::kFloat32 && experts == padded(experts);
+
   parallel_blocks(call, tokens, rows_per_task(experts), [&](int64_t begin, int64_t end) {
     const int64_t n = padded(experts);
     Arena arena(RowArrays::kArrays + 4, n);
     RowArrays row(options.score, experts, /*with_slopes=*/true, arena);
     float *weights = arena.take<float>(top_k), *cotangents = arena.take<float>(top_k);
-    float *grad_shares = arena.take<float>(n), *grad = arena.take<float>(n);
+    float *grad_shares = arena.take<float>(n), *grad_row = arena.take<float>(n);
     int64_t sequence_of_grad_shares = -1;
     for (int64_t t = begin; t < end; ++t) {
       if (!range.inside(t) || (has_mask && !mask[t])) {
@@ -297,6 +299,7 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
       const float softmax_factor =
           grad_logsumexp_sq[s] != 0.0f ? 2.0f * row.logsumexp * grad_logsumexp_sq[s] : 0.0f;
       const float rest = options.score == math::Score::kSoftmax ? divisor.rest * common : 0.0f;
+      float* grad = in_place ? reinterpret_cast<float*>(grad_logits[t]) : grad_row;
       simd().row_gradient(row, grad_shares, softmax_factor, rest, grad);
       for (int64_t k = 0; k < top_k; ++k) {
         const int32_t e = ids[k];
@@ -304,7 +307,7 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
         const float own = weights[k] * (cotangents[k] - divisor.own * common);
         grad[e] += row.slopes ? own * row.slopes[e] : own;
       }
-      simd().store(dtype, grad, grad_logits[t], experts);
+      if (!in_place) simd().store(dtype, grad, grad_logits[t], experts);
     }
   });
   return {};

@@ -58,7 +58,7 @@ struct RowArrays : RouteRow {
     const int64_t n = padded(num_experts);
     score = kind;
     experts = num_experts;
-    for (float** array : {&z, &exponentials, &scores, &rescued, &slopes}) {
+    for (float** array : {&converted, &exponentials, &scores, &rescued, &slopes}) {
       *array = arena.take<float>(n);
     }
     if (!with_slopes || kind == math::Score::kSoftmax) slopes = nullptr;

@@ -23,13 +23,14 @@ struct RouteRow {
   math::Score score;
   int64_t experts;
   // Padded arrays, lent by the caller.
-  float* z;             // the logits
+  float* converted;     // the logits, if they are not taken from where they are
   float* exponentials;  // exp(z - peak)
   float* scores;        // s
   float* slopes;        // d ln s / dz for sigmoid and sqrtsoftplus; null where it is not wanted
   float* rescued;       // scratch
 
-  float peak;       // largest logit
+  const float* z;   // the logits
+  float peak;       // the largest of them
   float inverse;    // 1 / sum of exp(z - peak)
   float logsumexp;  // peak + log(sum of exp(z - peak))
   // The normalised scores, P = softmax(z) or s / sum of s, are shares[e] * share.

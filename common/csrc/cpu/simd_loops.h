@@ -11,13 +11,6 @@
 namespace duomoe::cpu {
 namespace {
 
-void load(DType dtype, const void* from, float* to, int64_t n) {
-  with_type(dtype, [=]<typename T>(T) {
-    const T* x = static_cast<const T*>(from);
-    for (int64_t i = 0; i < n; ++i) to[i] = to_float(x[i]);
-  });
-}
-
 void store(DType dtype, const float* from, void* to, int64_t n) {
   with_type(dtype, [=]<typename T>(T) {
     T* y = static_cast<T*>(to);

@@ -46,23 +46,25 @@ DUOMOE_INLINE float lane_sum(int64_t n, F f) {
   return add_lanes(lane);
 }
 
-// Logits as float32, padded with -inf; returns the largest, -inf where there is none but NaN.
-template <typename T>
-float load_row(const T* logits, int64_t experts, float* __restrict z) {
-  const int64_t n = padded(experts), whole = experts / kLanes * kLanes;
+// The largest of n logits, -inf where there is none but NaN.
+DUOMOE_INLINE float row_peak(const float* z, int64_t n) {
   float lane[kLanes];
   for (int l = 0; l < kLanes; ++l) lane[l] = -infinity();
-  auto take = [&](int64_t i, int l) { lane[l] = z[i] > lane[l] ? z[i] : lane[l]; };
-  for_lanes(whole, [&](int64_t i, int l) {
-    z[i] = to_float(logits[i]);
-    take(i, l);
-  });
-  if (whole < n) {
-    for (int64_t i = whole; i < experts; ++i) z[i] = to_float(logits[i]);
-    for (int64_t i = experts; i < n; ++i) z[i] = -infinity();
-    for (int l = 0; l < kLanes; ++l) take(whole + l, l);
-  }
+  for_lanes(n, [&](int64_t i, int l) { lane[l] = z[i] > lane[l] ? z[i] : lane[l]; });
   return join_lanes(lane, [](float a, float b) { return b > a ? b : a; });
+}
+
+// Sets row.z, which is the logits themselves where they need neither conversion nor padding.
+void load_row(DType dtype, const void* logits, RouteRow& row) {
+  const int64_t experts = row.experts, n = padded(experts);
+  float* converted = row.converted;
+  row.z = converted;
+  if (dtype == DType::kFloat32 && experts == n) {
+    row.z = static_cast<const float*>(logits);
+    return;
+  }
+  load(dtype, logits, converted, experts);
+  for (int64_t i = experts; i < n; ++i) converted[i] = -infinity();
 }
 
 // Scores and their sum.
@@ -117,10 +119,9 @@ void elementwise_row(RouteRow& row, int64_t n) {
 
 void row_scores(DType dtype, const void* logits, RouteRow& row) {
   const int64_t n = padded(row.experts);
-  float* z = row.z;
-  with_type(dtype, [&]<typename T>(T) {
-    row.peak = load_row(static_cast<const T*>(logits), row.experts, z);
-  });
+  load_row(dtype, logits, row);
+  const float* z = row.z;
+  row.peak = row_peak(z, n);
   // First what does not wait for the peak.
   if (row.score == Score::kSigmoid) elementwise_row<Score::kSigmoid>(row, n);
   if (row.score == Score::kSqrtSoftplus) elementwise_row<Score::kSqrtSoftplus>(row, n);
@@ -146,27 +147,33 @@ void add_shares(const float* shares, float share, int64_t n, float* __restrict s
   for_lanes(n, [&](int64_t i, int) { sums[i] += shares[i] * share; });
 }
 
-void row_gradient(const RouteRow& row, const float* grad_shares, float softmax_factor, float rest,
-                  float* __restrict grad) {
-  const int64_t n = padded(row.experts);
-  const float *shares = row.shares, *slopes = row.slopes;
+// Every expert's part of the gradient; the softmax part only if kSoftmaxPart.
+template <bool kSlopes, bool kSoftmaxPart>
+void gradient_loop(const RouteRow& row, const float* grad_shares, float mean, float softmax_factor,
+                   float* __restrict grad) {
+  const float *shares = row.shares, *slopes = row.slopes, *exponentials = row.exponentials;
   const float share = row.share, inverse = row.inverse;
+  for_lanes(padded(row.experts), [&](int64_t i, int) {
+    float g = shares[i] * share * (grad_shares[i] - mean);
+    if (kSlopes) g *= slopes[i];
+    grad[i] = kSoftmaxPart ? fma(exponentials[i] * inverse, softmax_factor, g) : g;
+  });
+}
+
+void row_gradient(const RouteRow& row, const float* grad_shares, float softmax_factor, float rest,
+                  float* grad) {
+  const int64_t n = padded(row.experts);
+  const float* shares = row.shares;
+  const float share = row.share;
   float lane[kLanes] = {};
   for_lanes(n, [&](int64_t i, int l) { lane[l] += shares[i] * share * grad_shares[i]; });
   const float mean = add_lanes(lane);
-  if (row.score == Score::kSoftmax) {  // its slope is 1
-    for_lanes(n, [&](int64_t i, int) { grad[i] = shares[i] * share * (grad_shares[i] - mean); });
-  } else {
-    for_lanes(n, [&](int64_t i, int) {
-      grad[i] = shares[i] * share * (grad_shares[i] - mean) * slopes[i];
-    });
-  }
-  if (softmax_factor != 0.0f) {
-    const float* exponentials = row.exponentials;
-    for_lanes(n, [&](int64_t i, int) {
-      grad[i] = fma(exponentials[i] * inverse, softmax_factor, grad[i]);
-    });
-  }
+  const bool softmax_part = softmax_factor != 0.0f;  // otherwise no NaN may enter through it
+  const auto loop = row.slopes
+                        ? softmax_part ? gradient_loop<true, true> : gradient_loop<true, false>
+                    : softmax_part ? gradient_loop<false, true>
+                                   : gradient_loop<false, false>;
+  loop(row, grad_shares, mean, softmax_factor, grad);
   if (rest != 0.0f) {
     const float* scores = row.scores;
     for_lanes(n, [&](int64_t i, int) { grad[i] = fma(-scores[i], rest, grad[i]); });

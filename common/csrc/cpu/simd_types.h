@@ -32,5 +32,12 @@ DUOMOE_INLINE void with_type(DType dtype, F f) {
   }
 }
 
+void load(DType dtype, const void* from, float* to, int64_t n) {
+  with_type(dtype, [=]<typename T>(T) {
+    const T* x = static_cast<const T*>(from);
+    for (int64_t i = 0; i < n; ++i) to[i] = to_float(x[i]);
+  });
+}
+
 }  // namespace
 }  // namespace duomoe::cpu
