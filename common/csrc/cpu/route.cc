@@ -275,7 +275,11 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
     const int64_t n = padded(experts);
     Arena arena(RowArrays::kArrays + 4, n);
     RowArrays row(options.score, experts, /*with_slopes=*/true, arena);
-    float *weights = arena.take<float>(top_k), *cotangents = arena.take<float>(top_k);
+    // Of the slots, then 0, which leaves the sum over them as it is.
+    const int64_t slots = padded(top_k);
+    float *weights = arena.take<float>(slots), *cotangents = arena.take<float>(slots);
+    std::fill_n(weights, slots, 0.0f);
+    std::fill_n(cotangents, slots, 0.0f);
     float *grad_shares = arena.take<float>(n), *grad_row = arena.take<float>(n);
     int64_t sequence_of_grad_shares = -1;
     for (int64_t t = begin; t < end; ++t) {
@@ -295,7 +299,7 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
       for (int64_t k = 0; k < top_k; ++k) {
         cotangents[k] = row.has(ids[k]) ? grad_weights[t * top_k + k] * options.scale : 0.0f;
       }
-      const float common = simd().dot(DType::kFloat32, weights, cotangents, top_k);
+      const float common = simd().dot(DType::kFloat32, weights, cotangents, slots);
       const float softmax_factor =
           grad_logsumexp_sq[s] != 0.0f ? 2.0f * row.logsumexp * grad_logsumexp_sq[s] : 0.0f;
       const float rest = options.score == math::Score::kSoftmax ? divisor.rest * common : 0.0f;
