@@ -256,22 +256,31 @@ def checked_runs(shape: Shape, compiled: bool) -> dict[str, Run]:
     return runs
 
 
-def milliseconds(runs: dict[str, Run], rounds: int) -> dict[str, dict[str, float]]:
-    """{run: fastest and median}.
+Times = dict[str, dict[str, float]]
 
-    The runs take turns, so that a slow phase of the machine hits all; each first wakes its own
-    threads and fills the caches.
+
+def milliseconds(runs_of: dict[str, dict[str, Run]], rounds: int) -> dict[str, Times]:
+    """{case: {run: fastest and median}}.
+
+    All take turns in every round, so that a slow phase of the machine spoils a round rather than
+    a case; each run first wakes its own threads and fills the caches.
     """
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+    samples: dict[str, dict[str, list[float]]] = {
+        case: {name: [] for name in runs} for case, runs in runs_of.items()
+    }
     for _ in range(rounds):
-        for name, run in runs.items():
-            for _ in range(WARM_UP):
-                run()
-            for _ in range(REPEATS):
-                start = time.perf_counter()
-                run()
-                samples[name].append(1e3 * (time.perf_counter() - start))
-    return {n: {"fastest": min(s), "median": statistics.median(s)} for n, s in samples.items()}
+        for case, runs in runs_of.items():
+            for name, run in runs.items():
+                for _ in range(WARM_UP):
+                    run()
+                for _ in range(REPEATS):
+                    start = time.perf_counter()
+                    run()
+                    samples[case][name].append(1e3 * (time.perf_counter() - start))
+    return {
+        case: {n: {"fastest": min(s), "median": statistics.median(s)} for n, s in runs.items()}
+        for case, runs in samples.items()
+    }
 
 
 # -- growth and memory -----------------------------------------------------------------------------
@@ -279,15 +288,14 @@ def milliseconds(runs: dict[str, Run], rounds: int) -> dict[str, dict[str, float
 
 def growth(rounds: int) -> list[dict[str, float]]:
     """Nanoseconds per token of the main case for a growing number of tokens."""
-    rows = []
+    runs_of = {}
     for tokens in (256, 1024, 4096, 16384, 65536):
         runs = torch_runs(dataclasses.replace(MAIN, tokens=tokens), compiled=False)
-        ours = {n.split(": ")[1]: r for n, r in runs.items() if n.startswith("ours")}
-        times = milliseconds(ours, rounds)
-        rows.append(
-            {"tokens": tokens, **{n: t["fastest"] * 1e6 / tokens for n, t in times.items()}}
-        )
-    return rows
+        runs_of[str(tokens)] = {n.split(": ")[1]: r for n, r in runs.items() if "ours" in n}
+    return [
+        {"tokens": int(case), **{n: t["fastest"] * 1e6 / int(case) for n, t in times.items()}}
+        for case, times in milliseconds(runs_of, rounds).items()
+    ]
 
 
 def status(field: str) -> int:
@@ -365,11 +373,10 @@ def main() -> None:
         f"{'':46} {'':8} {'ours':>7} {'ours':>7}  {'torch eager':>15}  {'torch.compile':>15}"
         f"  {'jitted JAX':>15}\n{'':46} {'':8} {'torch':>7} {'JAX':>7}"
     )
-    shapes = {}
-    for shape in SHAPES:
-        runs = checked_runs(shape, compiled=shape == MAIN)
-        shapes[shape.name] = milliseconds(runs, options.rounds)
-        print_shape(shape.name, shapes[shape.name])
+    runs_of = {shape.name: checked_runs(shape, compiled=shape == MAIN) for shape in SHAPES}
+    shapes = milliseconds(runs_of, options.rounds)
+    for name, times in shapes.items():
+        print_shape(name, times)
     rows = growth(options.rounds)
     print(
         "ns per token: "
