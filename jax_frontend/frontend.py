@@ -27,21 +27,26 @@ def register() -> None:
 class JaxFrontEnd:
     """The JAX side of duomoe.functional."""
 
-    def check_array(self, name: str, value: Any) -> jax.Array:
+    def check_array(self, name: str, value: Any) -> Any:
         """`value`, if it is a JAX or NumPy array."""
         if isinstance(value, np.generic):  # what NumPy makes of an array of rank 0
             value = np.asarray(value)
         if not isinstance(value, (jax.Array, np.ndarray)):
             raise TypeError(f"{name} must be a jax.Array, got {type(value).__name__}")
-        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.itemsize == 8:
-            # Without x64 JAX would keep the low 32 bits, and a wild id could become a valid one.
-            value = np.clip(value, -(2**31), 2**31 - 1)
         # NumPy arrays as they are: their own dtype is checked, not the one JAX would make of it.
         return value
 
+    def count(self, n: Any) -> Any:
+        """A static count, or a symbolic one of jax.export, as float32 of rank 0."""
+        return np.asarray(n, np.float32) if isinstance(n, int) else jnp.asarray(n, jnp.float32)
+
     def check_buffer(self, name: str, value: Any) -> Any:
         """`value`, if it has a shape and a dtype; arrays are immutable, so only these count."""
-        return value if isinstance(value, jax.ShapeDtypeStruct) else self.check_array(name, value)
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            value = self.check_array(name, value)
+        if jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
+            raise TypeError(f"{name} of {value.dtype.name} needs jax_enable_x64")
+        return value
 
     def write(self, buffer: Any, value: jax.Array) -> jax.Array:
         """`value` in the buffer's dtype."""
@@ -61,7 +66,8 @@ class JaxFrontEnd:
 
     def clip(self, x: jax.Array, low: int, high: int) -> jax.Array:
         """`x` limited to [low, high]."""
-        return jnp.clip(x, low, high)
+        # Without x64 JAX would keep the low 32 bits of NumPy's int64.
+        return np.clip(x, low, high) if isinstance(x, np.ndarray) else jnp.clip(x, low, high)
 
     def stop_gradient(self, x: jax.Array) -> jax.Array:
         """`x` without a gradient."""

@@ -424,6 +424,8 @@ def merge_leading(x: jax.Array, kept: int) -> jax.Array:
     gathered first.
     """
     split = len(x.shape) - kept
+    if split == 1:  # also where the first axis is symbolic
+        return x
     if not isinstance(x, np.ndarray) and _explicit_mesh([x]) is not None:
         spec = jax.typeof(x).sharding.spec
         if any(entry is not None for entry in spec[1:split]):

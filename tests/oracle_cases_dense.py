@@ -128,7 +128,7 @@ def aux(
     inputs = {
         "probs": rng.normal(0.5, 0.5, (tokens, columns)).astype(DTYPES[probs_dtype]),
         "expert_loads": loads.astype("f4"),
-        "live_tokens": None if live_tokens is None else np.int32(live_tokens).reshape(()),
+        "live_tokens": None if live_tokens is None else np.float32(live_tokens).reshape(()),
         "grad_loss": np.float32(-1.7).reshape(()),
     }
     attributes = {

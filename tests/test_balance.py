@@ -38,7 +38,7 @@ def test_step_towards_the_mean_load(adapter) -> None:
 
 
 def test_equal_loads_and_no_tokens_change_nothing(adapter) -> None:
-    bias = np.array([0.5, -0.25, 0, 1e-40], "f4")
+    bias = np.array([0.5, -0.0, 0, 1e-40], "f4")
     for counts in (np.zeros(4, "i4"), np.full(4, 9, "i4")):
         for center in (False, True):
             got = adapter.functions.update_expert_bias(
@@ -222,6 +222,10 @@ def test_bad_input(adapter) -> None:
             array(np.zeros(16, "f2")), counts, rate=1.0)),
         (TypeError, "rate must be a float", lambda: functions.update_expert_bias(
             bias, counts, rate="1")),
+        (ValueError, "rate must be a float32", lambda: functions.update_expert_bias(
+            bias, counts, rate=1e39)),
+        (TypeError, "bounds must be float32, got float16", lambda: count(
+            logits, CONFIG, bounds=array(np.zeros(2, "f2")))),
         (TypeError, "center must be a bool", lambda: functions.update_expert_bias(
             bias, counts, rate=1.0, center=1)),
         (ValueError, "top_k must be below the number of experts", lambda: count(
@@ -360,3 +364,31 @@ def test_jax_update_in_a_scanned_step(rng) -> None:
         want = want + np.float32(0.01) * np.sign(one.mean() - one).astype("f4")
     np.testing.assert_array_equal(bias, want)
     assert np.abs(grad).min() > 0
+
+
+def test_counts_beyond_int32(adapter) -> None:
+    """Only differences of the loads count, so that sums over long steps stay exact."""
+    counts = np.arange(8, dtype="i8") + 3_000_000_000
+    want = np.float32(1e-3) * np.sign(3.5 - np.arange(8)).astype("f4")
+    loads = counts if adapter.name == "jax" else adapter.array(counts)  # NumPy's int64 in JAX
+    got = adapter.functions.update_expert_bias(adapter.array(np.zeros(8, "f4")), loads, rate=1e-3)
+    np.testing.assert_array_equal(adapter.numpy(got), want)
+
+
+@pytest.mark.jax
+@pytest.mark.multidevice
+def test_counts_whose_sum_over_shards_leaves_int32() -> None:
+    jax = pytest.importorskip("jax")
+    from jax.sharding import PartitionSpec as P
+    from jax_samples import mesh
+
+    import jax_frontend as jf
+
+    counts = np.tile(np.array([2**30 + 10, 2**30 - 1, 2**30, 2**30], "i4"), (4, 1))
+    update = jax.shard_map(
+        lambda c: jf.update_expert_bias(np.zeros(4, "f4"), c[0], rate=1.0, axis_name="a"),
+        mesh=mesh((4,), ("a",)),
+        in_specs=P("a"),
+        out_specs=P(),
+    )
+    np.testing.assert_array_equal(jax.jit(update)(counts), np.float32([-1, 1, 1, 1]))

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import duomoe
+import numpy as np
 import pytest
 from duomoe import RouterConfig, hf, presets
 from released_configs import RELEASED
@@ -268,3 +269,43 @@ def test_layer_kinds() -> None:
     assert hf.layer_kinds(RELEASED["deepseek_v3"]) == ["dense"] * 3 + ["moe"] * 58
     for layer in (0, 3):
         assert RouterConfig.from_hf(RELEASED["deepseek_v4"], layer=layer) == presets.deepseek_v4()
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        ({"model_type": "mixtral", 1: 2}, "config must have keys of str, got 1"),
+        ({"model_type": "mixtral", "Num_Experts": 4}, "Num_Experts = 4 looks like"),
+        ({"model_type": "mixtral", "output_scores": True}, "output_scores must be False, got True"),
+        (
+            {"model_type": "deepseek_v4", "mlp_layer_types": [["moe"]] * 99},
+            r"mlp_layer_types must hold .*, got \['moe'\]",
+        ),
+        (
+            {"text_config": {"model_type": "mixtral", "text_config": {"model_type": "olmoe"}}},
+            "text_config must be the language model's own config",
+        ),
+    ],
+)
+def test_what_looks_right_and_is_not(config: dict, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        RouterConfig.from_hf(config, layer=0)
+
+
+def test_keys_of_an_older_dump_are_passed_over() -> None:
+    """Generation options that transformers 4 wrote into every config."""
+    dump = {"model_type": "mixtral", "output_scores": False, "top_k": 50, "num_beam_groups": 1}
+    assert RouterConfig.from_hf(dump) == RouterConfig.from_hf({"model_type": "mixtral"})
+
+
+def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json holds no JSON"):
+        RouterConfig.from_hf(path)
+    path.write_text(json.dumps({"model_type": "mixtral"}), encoding="utf-8-sig")
+    assert RouterConfig.from_hf(tmp_path).num_experts == 8
+
+
+def test_numpy_bools_are_bools() -> None:
+    assert presets.mixtral(normalize=np.bool_(True)) == presets.mixtral()

@@ -258,3 +258,49 @@ def test_optional_arguments_left_out_and_none_are_the_same(adapter, rng) -> None
         for name, value in vars(want).items():
             same_bits(getattr(got, name), value, name)
         same_bits(pull_back(adapter, logits, config, cotangents, **options), grad)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("eps", [1e-20, 0.5])
+def test_a_row_without_a_finite_logit_adds_nothing(adapter, rng, score, eps: float) -> None:
+    """Weights, statistics and gradients of an excluded row are 0; the losses stay those of the
+    other tokens' sums."""
+    config = RouterConfig(6, 2, score=score, eps=eps)
+    logits = rng.normal(size=(5, 6)).astype("f4")
+    logits[2] = -np.inf
+    out, others = run(adapter, logits, config), run(adapter, np.delete(logits, 2, 0), config)
+    np.testing.assert_array_equal(out.weights[2], 0)
+    np.testing.assert_array_equal(np.delete(out.weights, 2, 0), others.weights)
+    np.testing.assert_allclose(out.score_sums, others.score_sums, rtol=1e-6)
+    cotangents = [np.ones((5, 2), "f4"), rng.normal(size=(1, 6)).astype("f4"), None]
+    grad = pull_back(adapter, logits, config, cotangents)
+    np.testing.assert_array_equal(grad[2], 0)
+    assert np.isfinite(grad).all() and np.abs(np.delete(grad, 2, 0)).min() > 0
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_finite_weights_beside_a_nan_keep_their_gradient(adapter, score, normalize) -> None:
+    """Where the loss asks for weights only, NaN shares do not enter."""
+    config = RouterConfig(4, 2, score=score, normalize=normalize)
+    logits = np.array([[np.nan, 1, 2, 3], [0, 1, 2, 3]], "f4")
+    out = run(adapter, logits, config)
+    np.testing.assert_array_equal(out.indices, [[3, 2], [3, 2]])
+    np.testing.assert_array_equal(out.weights[0], out.weights[1])
+    cotangent = np.array([[1, -2], [1, -2]], "f4")
+    grad = pull_back(adapter, logits, config, [cotangent, None, None])
+    np.testing.assert_array_equal(grad[0, 1:], grad[1, 1:])
+    assert grad[0, 2] != 0 and grad[0, 0] == 0
+    asked = pull_back(adapter, logits, config, [cotangent, np.ones((1, 4), "f4"), None])
+    assert np.isnan(asked[0]).any() and np.isfinite(asked[1]).all()
+
+
+def test_the_largest_logits_have_a_finite_z_loss_gradient(adapter) -> None:
+    """2 logsumexp alone would overflow; times a small cotangent it does not."""
+    logits = np.array([[2e38, 0, 0, 0], [np.finfo("f4").min] * 4], "f4")
+    g = np.full(1, 1e-30, "f4")
+    grad = pull_back(adapter, logits, RouterConfig(4, 2), [None, None, g])
+    want = np.zeros((2, 4))
+    want[0, 0] = 2 * 2e38 * 1e-30
+    want[1] = 2 * float(np.finfo("f4").min) * 1e-30 / 4
+    np.testing.assert_allclose(grad, want, rtol=1e-6)

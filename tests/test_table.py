@@ -51,7 +51,7 @@ NO_GRADIENT = {
     "update_expert_bias_by_quantile": dict.fromkeys(
         ("bias", "lower", "upper"), "follow the load between steps"
     ),
-    "aux_loss": {"expert_loads": "counts"},
+    "aux_loss": dict.fromkeys(("expert_loads", "live_tokens"), "counts"),
 }
 # Axes along which a gradient is the same, so that its backward op leaves them out.
 UNIFORM = {("aux_loss", "probs"): ("T",)}

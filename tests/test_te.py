@@ -15,6 +15,7 @@ from adapters import DTYPES, bits
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
+from duomoe import ops
 from duomoe.te import RoutingMapFormat, ScoreFunction
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -367,7 +368,7 @@ def test_bad_input_of_the_loss(adapter) -> None:
         loss_of(adapter, probs, counts, total_num_tokens=-1)
     with pytest.raises(TypeError, match=r"total_num_tokens must be an int"):
         loss_of(adapter, probs, counts, total_num_tokens=2.5)
-    with pytest.raises(TypeError, match=r"total_num_tokens must be an integer array"):
+    with pytest.raises(TypeError, match=r"total_num_tokens must be integers, got float32"):
         loss_of(adapter, probs, counts, total_num_tokens=adapter.array(np.float32(5).reshape(())))
     with pytest.raises(TypeError, match=r"probs must be float32"):
         loss_of(adapter, counts.reshape(1, 16), counts)
@@ -506,3 +507,104 @@ def test_functions_under_vmap(rng) -> None:
     np.testing.assert_array_equal(mapped, np.stack(single))
     grads = jax.vmap(jax.grad(lambda p: module.fused_moe_aux_loss(p, counts, 2, 1.0)))(probs)
     assert grads.shape == probs.shape and (grads[0] == grads[1]).all()
+
+
+def test_options_that_torch_compile_makes_symbolic(rng) -> None:
+    """A token count from a shape, and floats that change between calls, in one graph."""
+    from torch_frontend import te as module
+
+    def loss(p, coeff):
+        return module.fused_moe_aux_loss(p, torch.ones(8), p.shape[0], 8, 2, coeff)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for tokens, coeff in ((6, 0.1), (4, 0.2), (5, 0.3), (9, 0.3)):
+        p = torch.from_numpy(rng.random((tokens, 8)).astype("f4"))
+        assert torch.equal(compiled(p, coeff), loss(p, coeff))
+    torch._dynamo.reset()
+
+    def route(z, scale):
+        return module.fused_topk_with_score_function(
+            z, 2, False, None, None, scale, "sigmoid", None
+        )[0]
+
+    compiled = torch.compile(route, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens, scale in ((6, 1.5), (4, 2.5), (5, 3.5)):
+        z = torch.from_numpy(distinct_logits(rng, tokens, 8))
+        assert torch.equal(compiled(z, scale), route(z, scale))
+
+
+def test_torch_buffers_on_another_device_are_refused() -> None:
+    from torch_frontend import te as module
+
+    def call(**options):
+        z = torch.zeros(6, 8)
+        return module.fused_topk_with_score_function(
+            z, 2, False, None, None, None, "sigmoid", None, **options
+        )
+
+    ids = torch.empty(6, 2, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match="topk_indices is on meta"):
+        call(topk_indices=ids)
+    with pytest.raises(ValueError, match="qb_histogram is on meta"):
+        call(
+            qb_histogram=torch.zeros(8, 4, dtype=torch.int32, device="meta"),
+            qb_bin_bounds=torch.tensor([-1.0, 1.0]),
+            qb_histogram_mode="two_kernel",
+        )
+    # Ids are written first: a buffer that cannot be written leaves the histogram alone.
+    histogram = torch.zeros(8, 4, dtype=torch.int32)
+    with pytest.raises(RuntimeError):
+        call(
+            topk_indices=torch.zeros(1, 2, dtype=torch.int32).expand(6, 2),
+            qb_histogram=histogram,
+            qb_bin_bounds=torch.tensor([-1.0, 1.0]),
+            qb_histogram_mode="two_kernel",
+        )
+    assert histogram.sum() == 0
+
+
+def test_counts_beyond_int32(adapter, rng) -> None:
+    """As an int, as an array, and as loads: one loss, up to the rounding to float32."""
+    probs, n = rng.random((10, 8)).astype("f4"), 3_000_000_000
+    counts = np.arange(8, dtype="i8") + n
+    want = 0.25 * 8 / (2 * float(n) ** 2) * (probs.astype("f8") @ counts).sum()
+    with jax.enable_x64(adapter.name == "jax"):
+        p, loads = adapter.array(probs), adapter.array(counts)
+        for total in (n, np.int64(n), adapter.array(np.asarray(n, "i8"))):
+            loss = float(loss_of(adapter, p, loads, total_num_tokens=total))
+            np.testing.assert_allclose(loss, want, rtol=4e-7)
+
+
+def test_jax_exports_with_symbolic_tokens(rng) -> None:
+    from jax import export
+
+    from jax_frontend import te as module
+
+    def f(z):
+        probs, packed = module.fused_topk_with_score_function(z, 2, routing_map_format=1)
+        _, scores = module.fused_compute_score_for_moe_aux_loss(z, 2)
+        return probs, packed, module.fused_moe_aux_loss(scores, np.ones(8, "f4"), 2, 1.0)
+
+    (tokens,) = export.symbolic_shape("T")
+    checks = [export.DisabledSafetyCheck.custom_call(f"duomoe.{op}") for op in ops.table()]
+    exported = export.export(jax.jit(f), disabled_checks=checks)(
+        jax.ShapeDtypeStruct((tokens, 8), "float32")
+    )
+    loaded = export.deserialize(exported.serialize())
+    for count in (3, 20):
+        z = distinct_logits(rng, count, 8)
+        for a, b in zip(loaded.call(z), f(z), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_jax_counts_that_change_do_not_compile_anew(rng, caplog) -> None:
+    from jax_frontend import te as module
+
+    probs = jax.numpy.asarray(rng.random((10, 8)), "float32")
+    module.fused_moe_aux_loss(probs, np.ones(8, "f4"), 2, 1.0, total_num_tokens=5)
+    with jax.log_compiles():
+        for n in (6, 7):
+            module.fused_moe_aux_loss(probs, np.ones(8, "f4"), 2, 1.0, total_num_tokens=n)
+        assert not [r for r in caplog.records if "Compiling" in r.message]
+        module.fused_moe_aux_loss(probs, np.ones(8, "f4"), 2, 2.0, total_num_tokens=7)
+    assert [r for r in caplog.records if "Compiling" in r.message]

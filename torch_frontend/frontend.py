@@ -69,6 +69,10 @@ class TorchFrontEnd:
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
         return value
 
+    def count(self, n: int) -> None:
+        """Static counts cost nothing here: torch.compile makes them symbolic."""
+        return None
+
     def check_buffer(self, name: str, value: Any) -> torch.Tensor:
         """`value`, if it is a torch.Tensor."""
         return self.check_array(name, value)
@@ -133,6 +137,8 @@ class TorchFrontEnd:
     def merge_leading(self, x: torch.Tensor, kept: int) -> torch.Tensor:
         """`x` with all axes but the last `kept` merged into one."""
         split = x.dim() - kept
+        if split == 1:
+            return x
         return x.reshape((math.prod(x.shape[:split]), *x.shape[split:]))
 
     def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

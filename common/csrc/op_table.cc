@@ -265,13 +265,13 @@ std::vector<OpSpec> make_table() {
   });
   ops.push_back({
       .name = "aux_loss",
-      .summary =
-          "coeff * num_experts / (top_k n^2) * sum_c expert_loads[c] * sum_t probs[t, c], n "
-          "being num_tokens (live_tokens where it is given) and the columns c the experts of "
-          "one or several sequences; 0 without tokens.",
+      .summary = "coeff * num_experts / (top_k n^2) * sum_c expert_loads[c] * sum_t probs[t, c], n "
+                 "being num_tokens as float32, or live_tokens where it is given, and the columns c "
+                 "the experts of "
+                 "one or several sequences; 0 without tokens.",
       .inputs = {{"probs", "T N", "<x>"},
                  {"expert_loads", "N", "float32"},
-                 {"live_tokens", "", "int32", kOptional}},
+                 {"live_tokens", "", "float32", kOptional}},
       .outputs = {{"loss", "", "float32"}},
       .attributes = {integer("num_experts", 1), integer("top_k", 1), integer("num_tokens", 0),
                      real("coeff")},
@@ -284,7 +284,7 @@ std::vector<OpSpec> make_table() {
       .summary = "grad_probs[t, c] = grad_loss * coeff * num_experts / (top_k n^2) * "
                  "expert_loads[c], the same for every token.",
       .inputs = {{"expert_loads", "N", "float32"},
-                 {"live_tokens", "", "int32", kOptional},
+                 {"live_tokens", "", "float32", kOptional},
                  {"grad_loss", "", "float32"}},
       .outputs = {{"grad_probs", "N", "@probs_dtype"}},
       .attributes = {integer("num_experts", 1), integer("top_k", 1), integer("num_tokens", 0),

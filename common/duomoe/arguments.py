@@ -49,9 +49,18 @@ def number(name: str, value: Any) -> float:
         result = float(value)
     except OverflowError:
         result = math.inf
-    if not math.isfinite(result):
+    # In comparisons, which torch.compile can trace for a float that it has made symbolic.
+    if not -math.inf < result < math.inf:
         raise ValueError(f"{name} must be finite, got {value if result != math.inf else 'inf'}")
     return result + 0.0
+
+
+def float32(name: str, value: Any) -> float:
+    """A static float that float32 can hold."""
+    result = number(name, value)
+    if not -FLOAT32_MAX <= result <= FLOAT32_MAX:
+        raise ValueError(f"{name} must be a float32 number, got {result}")
+    return result
 
 
 def boolean(name: str, value: Any) -> bool:

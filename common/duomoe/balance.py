@@ -26,9 +26,10 @@ class BalanceFunctions(Functions):
         self, bias: Array, expert_counts: Array, rate: float, center: bool, over: Any
     ) -> Array:
         bias = self._bias(bias)
-        counts = self._integers("expert_counts", expert_counts)
+        counts = self._frontend.check_array("expert_counts", expert_counts)
         arguments.shape("expert_counts", counts.shape, bias.shape, "E")
-        rate = arguments.number("rate", rate)
+        counts = self._integers("expert_counts", self._excess(counts))
+        rate = arguments.float32("rate", rate)
         arguments.boolean("center", center)
         self._frontend.check_over(over)
         if over is not None:
@@ -36,6 +37,14 @@ class BalanceFunctions(Functions):
         attributes = {"rate": rate, "center": "yes" if center else "no"}
         (updated,) = self._call("update_expert_bias", (bias, counts), attributes)
         return updated
+
+    def _excess(self, counts: Array) -> Array:
+        """Counts less the smallest of them, which the rule does not see: neither large counts nor
+        their sum over ranks leave int32, unless the loads lie that far apart.
+        """
+        if self._frontend.dtype(counts) != "int64":
+            counts = self._integers("expert_counts", counts)
+        return counts - counts.min()
 
     def count_quantile_bins(
         self,
@@ -110,6 +119,8 @@ class BalanceFunctions(Functions):
     def _bounds(self, bounds: Any, bias: Array | None, config: RouterConfig) -> tuple[Array, Array]:
         if bounds is not None:
             bounds = self._frontend.stop_gradient(self._array("bounds", bounds, 1, "2"))
+            if (dtype := self._frontend.dtype(bounds)) != "float32":
+                raise TypeError(f"bounds must be float32, got {dtype}")
             arguments.shape("bounds", bounds.shape, (2,), "2")
             return bounds[:1].reshape(()), bounds[1:].reshape(())
         if config.score == "sqrtsoftplus" or config.select_on == "logit":
@@ -135,9 +146,13 @@ class BalanceFunctions(Functions):
         counts = self._integers("bins.counts", bins.counts)
         if over is not None:
             counts = self._frontend.all_sum(counts, over)
+        lower, upper = (
+            self._frontend.stop_gradient(self._array(f"bins.{name}", getattr(bins, name), 0, ""))
+            for name in ("lower", "upper")
+        )
         (updated,) = self._call(
             "update_expert_bias_by_quantile",
-            (bias, counts, bins.lower, bins.upper),
+            (bias, counts, lower, upper),
             {"top_k": config.top_k, "decay": decay},
         )
         return updated

@@ -8,6 +8,8 @@ import dataclasses
 import json
 from typing import Any, Literal
 
+import numpy as np
+
 from duomoe import arguments
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -77,6 +79,8 @@ class RouterConfig:
         _choice("score", self.score, SCORES)
         _choice("score_scope", self.score_scope, SCORE_SCOPES)
         _choice("select_on", self.select_on, SELECT_ON)
+        if isinstance(self.normalize, np.bool_):
+            object.__setattr__(self, "normalize", bool(self.normalize))
         _choice("normalize", self.normalize, NORMALIZE)
         _choice("eps_mode", self.eps_mode, EPS_MODES)
         _choice("counts", self.counts, COUNTS)
@@ -84,10 +88,7 @@ class RouterConfig:
         self._set_integer("group_top_k", 1, self.num_groups)
         self._set_integer("group_score_k", 1)
         for name in ("eps", "scale"):
-            value = arguments.number(name, getattr(self, name))
-            if abs(value) > arguments.FLOAT32_MAX:
-                raise ValueError(f"{name} must be a float32 number, got {value}")
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, arguments.float32(name, getattr(self, name)))
         if self.eps < 0:
             raise ValueError(f"eps must not be negative, got {self.eps}")
         if self.num_experts % self.num_groups:

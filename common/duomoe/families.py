@@ -82,7 +82,11 @@ COMMON = frozenset(
     }
 )
 # Sampling defaults that configs of transformers before version 5 carry.
-GENERATION: Mapping[str, Choices] = {"top_k": only(50), "num_beam_groups": only(1)}
+GENERATION: Mapping[str, Choices] = {
+    "top_k": only(50),
+    "num_beam_groups": only(1),
+    "output_scores": only(False),
+}
 
 NO_JITTER = {"router_jitter_noise": only(0.0)}
 # Keys that DeepSeek's own code reads; the transformers classes have these values built in.

@@ -16,6 +16,11 @@ class FrontEnd(Protocol):
     def check_array(self, name: str, value: Any) -> Array:
         """`value` as an array of the framework; TypeError naming the argument if it is none."""
 
+    def count(self, n: Any) -> Array | None:
+        """A static count as float32 of rank 0, where a new static value would cost a compilation;
+        None where it would not.
+        """
+
     def check_buffer(self, name: str, value: Any) -> Any:
         """`value`, if an output may be written into it; TypeError naming the argument if not."""
 

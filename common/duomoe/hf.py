@@ -40,7 +40,10 @@ def _load(config: Any) -> dict[str, Any]:
     if isinstance(config, (str, os.PathLike)):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        values = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
+        except ValueError as error:
+            raise ValueError(f"{path} holds no JSON: {error}") from None
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
         return values
@@ -52,6 +55,8 @@ def _values(name: str, allowed: str, config: Any) -> dict[str, Any]:
         config = config.to_dict()
     if not isinstance(config, Mapping):
         raise TypeError(f"{name} must be {allowed}, got {type(config).__name__}")
+    if wrong := [key for key in config if not isinstance(key, str)]:
+        raise TypeError(f"{name} must have keys of str, got {wrong[0]!r}")
     return dict(config)
 
 
@@ -59,7 +64,7 @@ def _refuse_unknown(where: str, values: Mapping[str, Any], known: set[str]) -> N
     for key in values:
         if key in known or CONCERNS_A_LOSS.search(key):
             continue
-        if LOOKS_LIKE_ROUTER.search(key):
+        if LOOKS_LIKE_ROUTER.search(key.lower()):
             raise ValueError(
                 f"{where}: {key} = {values[key]!r} looks like a router option and from_hf does "
                 f"not know it; it knows {', '.join(sorted(known))}"
@@ -75,6 +80,8 @@ def _text(values: dict[str, Any]) -> dict[str, Any]:
     _refuse_unknown(f"{model_type} around text_config", values, {*COMMON, *GENERATION})
     given = values.get("text_config") or {}
     text = _values("text_config", "a dict or an object with to_dict", given)
+    if text.get("text_config") is not None:
+        raise ValueError("text_config must be the language model's own config, got one in it")
     return text if text.get("model_type") is not None else {**text, "model_type": default}
 
 

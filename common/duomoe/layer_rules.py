@@ -39,7 +39,7 @@ def leading_dense(key: str, dense: int | None) -> LayerRule:
 def _names(key: str, names: Any, count: int, kind_of: Mapping[str, str]) -> list[str]:
     if not isinstance(names, (list, tuple)) or len(names) < count:
         raise ValueError(f"{key} must be a list of {count} names, got {names!r}")
-    if unknown := [name for name in names if name not in kind_of]:
+    if unknown := [n for n in names if not isinstance(n, str) or n not in kind_of]:
         allowed = ", ".join(map(repr, kind_of))
         raise ValueError(f"{key} must hold {allowed}, got {unknown[0]!r}")
     return [kind_of[name] for name in names[:count]]

@@ -14,9 +14,12 @@ from __future__ import annotations
 import enum
 from typing import Any, TypeVar
 
+import numpy as np
+
 from duomoe import arguments
 from duomoe.balance import BalanceFunctions
 from duomoe.config import RouterConfig
+from duomoe.functional import INTEGER_DTYPES
 from duomoe.ops import FLOAT_DTYPES
 from duomoe.results import Array
 
@@ -62,7 +65,8 @@ MEMBERS: dict[type[enum.IntEnum], dict[Any, Any]] = {
 def member(name: str, value: Any, kind: type[Enum]) -> Enum:
     """A member of `kind` by itself, its value or its name in any case."""
     key = value.upper() if isinstance(value, str) else value
-    if isinstance(key, (str, int)) and not isinstance(key, bool) and key in MEMBERS[kind]:
+    other = isinstance(key, (bool, *MEMBERS)) and not isinstance(key, kind)
+    if isinstance(key, (str, int)) and not other and key in MEMBERS[kind]:
         return MEMBERS[kind][key]
     allowed = ", ".join(repr(m.name.lower()) for m in kind)
     raise ValueError(f"{name} must be one of {allowed}, or a {kind.__name__}, got {value!r}")
@@ -91,12 +95,13 @@ class RouterFunctions(BalanceFunctions):
     ) -> RouterConfig:
         topk = arguments.integer("topk", topk, 1, experts)
         arguments.boolean("use_pre_softmax", use_pre_softmax)
-        scale = (
-            1.0 if scaling_factor is None else arguments.number("scaling_factor", scaling_factor)
-        )
+        scale = 1.0
+        if scaling_factor is not None:
+            scale = arguments.float32("scaling_factor", scaling_factor)
         groups = {}
         if (kept := _positive("group_topk", group_topk)) is not None:
             num_groups = arguments.integer("num_groups", num_groups, 1, experts)
+            arguments.integer("group_topk", kept, 1, num_groups)
             if topk % kept:
                 raise ValueError(f"topk ({topk}) must be a multiple of group_topk ({kept})")
             groups = {
@@ -163,9 +168,24 @@ class RouterFunctions(BalanceFunctions):
             qb_histogram = self._check_histogram(qb_histogram, experts)
             member("qb_histogram_mode", qb_histogram_mode, QBHistogramMode)
 
+        self._frontend.check_device(
+            "fused_topk_with_score_function",
+            {
+                "logits": flat,
+                "expert_bias": expert_bias,
+                "topk_indices": topk_indices,
+                "qb_histogram": qb_histogram,
+                "qb_bin_bounds": qb_bin_bounds,
+            },
+        )
         routing = self.route(flat, config, bias=expert_bias)
         attributes = {"num_experts": experts, "probs_dtype": self._frontend.dtype(flat)}
         (probs,) = self._call("scatter_weights", (routing.weights, routing.indices), attributes)
+        if topk_indices is not None:
+            chosen = self._split_leading(routing.indices, leading)
+            output = self._frontend.write(topk_indices, chosen)
+        else:
+            output = self._split_leading(self._map(routing.indices, experts, layout), leading)
         if qb_histogram is not None:
             bins = self.count_quantile_bins(
                 flat,
@@ -175,13 +195,11 @@ class RouterFunctions(BalanceFunctions):
                 num_bins=qb_histogram.shape[1],
             )
             qb_histogram = self._frontend.accumulate(qb_histogram, bins.counts)
-        if topk_indices is not None:
-            chosen = routing.indices.reshape((*leading, config.top_k))
-            output = self._frontend.write(topk_indices, chosen)
-        else:
-            routing_map = self._map(routing.indices, experts, layout)
-            output = routing_map.reshape((*leading, routing_map.shape[-1]))
-        return probs.reshape((*leading, experts)), output, qb_histogram
+        return self._split_leading(probs, leading), output, qb_histogram
+
+    @staticmethod
+    def _split_leading(x: Array, leading: tuple[Any, ...]) -> Array:
+        return x if len(leading) == 1 else x.reshape((*leading, x.shape[-1]))
 
     def _check_index_buffer(self, buffer: Any, wanted: tuple[int, ...], experts: int) -> None:
         buffer = self._frontend.check_buffer("topk_indices", buffer)
@@ -194,6 +212,8 @@ class RouterFunctions(BalanceFunctions):
 
     def _check_histogram(self, histogram: Any, experts: int) -> Array:
         histogram = self._array("qb_histogram", histogram, 2, "E, B")
+        if histogram.shape[1] < 1:
+            raise ValueError(f"qb_histogram must have at least one bin, got {histogram.shape}")
         arguments.shape("qb_histogram", histogram.shape, (experts, histogram.shape[1]), "E, B")
         if (dtype := self._frontend.dtype(histogram)) != "int32":
             raise TypeError(f"qb_histogram must be int32, got {dtype}")
@@ -213,10 +233,7 @@ class RouterFunctions(BalanceFunctions):
         routing = self.route(self._frontend.stop_gradient(flat), plain)
         (scores,) = self._call("normalize_scores", (flat,), {"score": name})
         routing_map = self._map(routing.indices, experts, layout)
-        return (
-            routing_map.reshape((*leading, routing_map.shape[-1])),
-            scores.reshape((*leading, experts)),
-        )
+        return self._split_leading(routing_map, leading), self._split_leading(scores, leading)
 
     def aux_loss(
         self,
@@ -245,17 +262,36 @@ class RouterFunctions(BalanceFunctions):
         }
         loads = self._frontend.check_array("tokens_per_expert", tokens_per_expert)
         arguments.shape("tokens_per_expert", loads.shape, (columns,), "E or S * E")
-        dtype = self._frontend.dtype(loads)
-        if dtype not in FLOAT_DTYPES:
-            loads = self._integers("tokens_per_expert", loads)
-        loads = self._frontend.cast(self._frontend.stop_gradient(loads), "float32")
-        live = None
+        loads = self._counts("tokens_per_expert", loads, FLOAT_DTYPES)
         if total_num_tokens is None:
-            attributes["num_tokens"] = tokens
-        elif hasattr(total_num_tokens, "shape"):
-            live = self._integers("total_num_tokens", total_num_tokens)
-            arguments.shape("total_num_tokens", live.shape, (), "")
+            total_num_tokens = tokens
+        elif isinstance(total_num_tokens, (int, np.integer)):
+            total_num_tokens = arguments.integer("total_num_tokens", total_num_tokens, 0)
         else:
-            attributes["num_tokens"] = arguments.integer("total_num_tokens", total_num_tokens, 0)
+            if not hasattr(total_num_tokens, "shape"):
+                raise TypeError(
+                    "total_num_tokens must be an int or an integer array of rank 0, got "
+                    f"{type(total_num_tokens).__name__}"
+                )
+            total_num_tokens = self._frontend.check_array("total_num_tokens", total_num_tokens)
+            arguments.shape("total_num_tokens", total_num_tokens.shape, (), "")
+            live = self._counts("total_num_tokens", total_num_tokens, ())
+            return self._aux_loss(probs, loads, live, attributes)
+        live = self._frontend.count(total_num_tokens)
+        if live is None:
+            attributes["num_tokens"] = total_num_tokens
+        return self._aux_loss(probs, loads, live, attributes)
+
+    def _counts(self, name: str, value: Array, floats: tuple[str, ...]) -> Array:
+        """Integers of any size as float32."""
+        dtype = self._frontend.dtype(value)
+        if dtype not in (*INTEGER_DTYPES, *floats):
+            allowed = "integers" + (f", {', '.join(floats)}" if floats else "")
+            raise TypeError(f"{name} must be {allowed}, got {dtype}")
+        return self._frontend.cast(self._frontend.stop_gradient(value), "float32")
+
+    def _aux_loss(
+        self, probs: Array, loads: Array, live: Array | None, attributes: dict[str, Any]
+    ) -> Array:
         (loss,) = self._call("aux_loss", (probs, loads, live), attributes)
         return self._frontend.cast(loss, self._frontend.dtype(probs))

@@ -86,10 +86,15 @@ DUOMOE_KERNEL(kCpu, normalize_scores) {
   const Rows logits(call.in("logits"), experts), scores(call.out("scores"), experts);
   const DType dtype = call.in("logits").dtype;
   parallel_blocks(call, call.axis('T'), rows_per_task(experts), [&](int64_t begin, int64_t end) {
-    RouteRow row(score, experts);
+    const int64_t n = padded(experts);
+    Arena arena(RowArrays::kArrays + 1, n);
+    RowArrays row(score, experts, /*with_slopes=*/false, arena);
+    float* line = arena.take<float>(n);
     for (int64_t t = begin; t < end; ++t) {
-      row.compute(score, dtype, logits[t]);
-      std::memcpy(scores[t], row.probabilities.data(), scores.bytes);
+      simd().row_scores(dtype, logits[t], row);
+      std::fill_n(line, n, 0.0f);
+      simd().add_shares(row.shares, row.share, n, line);
+      std::memcpy(scores[t], line, scores.bytes);
     }
   });
   return {};
@@ -102,23 +107,25 @@ DUOMOE_KERNEL(kCpu, normalize_scores_bwd) {
       grad_logits(call.out("grad_logits"), experts);
   const DType dtype = call.in("logits").dtype;
   parallel_blocks(call, call.axis('T'), rows_per_task(experts), [&](int64_t begin, int64_t end) {
-    RouteRow row(score, experts);
-    std::vector<float> grad(experts);
+    const int64_t n = padded(experts);
+    Arena arena(RowArrays::kArrays + 2, n);
+    RowArrays row(score, experts, /*with_slopes=*/true, arena);
+    float *grad_shares = arena.take<float>(n), *grad = arena.take<float>(n);
+    std::fill_n(grad_shares, n, 0.0f);
     for (int64_t t = begin; t < end; ++t) {
-      row.compute(score, dtype, logits[t]);
-      simd().row_gradient(score, row.z.data(), row.exponentials.data(), row.scores,
-                          row.probabilities.data(), reinterpret_cast<const float*>(grad_scores[t]),
-                          row.row.inverse, 0.0f, 0.0f, experts, grad.data());
-      simd().store(dtype, grad.data(), grad_logits[t], experts);
+      simd().row_scores(dtype, logits[t], row);
+      std::memcpy(grad_shares, grad_scores[t], grad_scores.bytes);
+      simd().row_gradient(row, grad_shares, /*softmax_factor=*/0.0f, /*rest=*/0.0f, grad);
+      simd().store(dtype, grad, grad_logits[t], experts);
     }
   });
   return {};
 }
 
 // n of the loss: an array where the count is known on the device only.
-int64_t loss_tokens(const Call& call) {
+float loss_tokens(const Call& call) {
   const TensorView& live = call.in("live_tokens");
-  return live.present() ? *live.as<const int32_t>() : call.integer("num_tokens");
+  return live.present() ? *live.as<const float>() : static_cast<float>(call.integer("num_tokens"));
 }
 
 DUOMOE_KERNEL(kCpu, aux_loss) {
@@ -157,8 +164,7 @@ DUOMOE_KERNEL(kCpu, aux_loss_bwd) {
   const float upstream = *call.in("grad_loss").as<const float>();
   const double factor =
       static_cast<double>(upstream) * call.real("coeff") *
-      math::load_balancing_factor(loss_tokens(call), 1, call.integer("num_experts"),
-                                  call.integer("top_k"));
+      math::aux_loss_factor(loss_tokens(call), call.integer("num_experts"), call.integer("top_k"));
   std::vector<float> grad(columns);
   for (int64_t c = 0; c < columns; ++c) grad[c] = math::aux_loss_gradient(factor, loads[c]);
   simd().store(call.out("grad_probs").dtype, grad.data(), call.out("grad_probs").data, columns);

@@ -50,21 +50,27 @@ DUOMOE_KERNEL(kCpu, count_quantile_bins) {
   parallel_blocks(call, experts * bins, kGrain,
                   [&](int64_t begin, int64_t end) { std::fill(counts + begin, counts + end, 0); });
   parallel_blocks(call, tokens, rows_per_task(experts), [&](int64_t begin, int64_t end) {
-    RouteRow row(score, experts);
-    std::vector<float> values(experts);
-    std::vector<uint32_t> keys(experts);
-    std::vector<int32_t> ids(top_k + 1);
-    Selector selector(experts, top_k + 1, 1, 1, 1);
+    Arena arena(RowArrays::kArrays + Selector::kArrays + 3, Selector::array_length(experts));
+    RowArrays row(score, experts, /*with_slopes=*/false, arena);
+    float* padded_bias = nullptr;
+    if (bias) {
+      padded_bias = arena.take<float>(padded(experts));
+      std::fill(std::copy_n(bias, experts, padded_bias), padded_bias + padded(experts), 0.0f);
+    }
+    uint32_t* keys = arena.take<uint32_t>(Selector::array_length(experts));
+    int32_t* ids = arena.take<int32_t>(top_k + 1);
+    Selector selector(experts, top_k + 1, 1, 1, 1, arena);
     for (int64_t t = begin; t < end; ++t) {
       if (has_mask && !mask[t]) {
         cutoffs[t] = 0.0f;
         continue;
       }
-      row.compute(score, dtype, logits[t]);
-      const float* chosen_on = on_logit ? row.z.data() : row.scores;
-      simd().selection(row.z.data(), chosen_on, bias, experts, values.data(), keys.data());
-      selector.select(values.data(), keys.data(), ids.data());
-      cutoffs[t] = values[ids[top_k]];
+      simd().row_scores(dtype, logits[t], row);
+      const float* chosen_on = on_logit ? row.z : row.scores;
+      simd().selection_keys(row.z, chosen_on, padded_bias, experts, keys);
+      selector.select(keys, ids);
+      const int32_t last = ids[top_k];
+      cutoffs[t] = math::selection_value(row.z[last], chosen_on[last], bias ? bias[last] : 0.0f);
       for (int64_t e = 0; e < experts; ++e) {
         const int32_t bin = math::quantile_bin(cutoffs[t], row.z[e], chosen_on[e], lower, upper,
                                                static_cast<int32_t>(bins));

@@ -300,8 +300,7 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
         cotangents[k] = row.has(ids[k]) ? grad_weights[t * top_k + k] * options.scale : 0.0f;
       }
       const float common = simd().dot(DType::kFloat32, weights, cotangents, slots);
-      const float softmax_factor =
-          grad_logsumexp_sq[s] != 0.0f ? 2.0f * row.logsumexp * grad_logsumexp_sq[s] : 0.0f;
+      const float softmax_factor = math::square_slope(row.logsumexp, grad_logsumexp_sq[s]);
       const float rest = options.score == math::Score::kSoftmax ? divisor.rest * common : 0.0f;
       float* grad = in_place ? reinterpret_cast<float*>(grad_logits[t]) : grad_row;
       simd().row_gradient(row, grad_shares, softmax_factor, rest, grad);

@@ -103,9 +103,9 @@ void elementwise_row(RouteRow& row, int64_t n) {
   const float sum = row.slopes ? elementwise_scores<kScore>(z, n, row.scores, row.slopes)
                                : elementwise_scores<kScore>(z, n, row.scores);
   row.shares = row.scores;
-  row.share = 1.0f / sum;
   const float peak = row.peak, top = log_scale(kScore, peak, peak);
-  if (top >= kRescueBelow) return;
+  row.share = share_factor(sum, peak);
+  if (!may_underflow(top)) return;
   float* __restrict shares = row.rescued;
   float lane[kLanes] = {};
   for_lanes(n, [&](int64_t i, int l) {
@@ -160,6 +160,18 @@ void gradient_loop(const RouteRow& row, const float* grad_shares, float mean, fl
   });
 }
 
+bool all_zero(const float* x, int64_t n) {
+  bool zero = true;
+  for (int64_t i = 0; i < n; ++i) zero = zero && x[i] == 0.0f;
+  return zero;
+}
+
+void add_rest(const RouteRow& row, float rest, float* grad) {
+  if (rest == 0.0f) return;
+  const float* scores = row.scores;
+  for_lanes(padded(row.experts), [&](int64_t i, int) { grad[i] = fma(-scores[i], rest, grad[i]); });
+}
+
 void row_gradient(const RouteRow& row, const float* grad_shares, float softmax_factor, float rest,
                   float* grad) {
   const int64_t n = padded(row.experts);
@@ -168,16 +180,24 @@ void row_gradient(const RouteRow& row, const float* grad_shares, float softmax_f
   float lane[kLanes] = {};
   for_lanes(n, [&](int64_t i, int l) { lane[l] += shares[i] * share * grad_shares[i]; });
   const float mean = add_lanes(lane);
+  // NaN scores whose shares nobody asked for.
+  if (mean != mean && all_zero(grad_shares, n)) {
+    const float* exponentials = row.exponentials;
+    const float inverse = row.inverse;
+    for_lanes(n, [&](int64_t i, int) {
+      grad[i] =
+          softmax_factor != 0.0f ? fma(exponentials[i] * inverse, softmax_factor, 0.0f) : 0.0f;
+    });
+    add_rest(row, rest, grad);
+    return;
+  }
   const bool softmax_part = softmax_factor != 0.0f;  // otherwise no NaN may enter through it
   const auto loop = row.slopes
                         ? softmax_part ? gradient_loop<true, true> : gradient_loop<true, false>
                     : softmax_part ? gradient_loop<false, true>
                                    : gradient_loop<false, false>;
   loop(row, grad_shares, mean, softmax_factor, grad);
-  if (rest != 0.0f) {
-    const float* scores = row.scores;
-    for_lanes(n, [&](int64_t i, int) { grad[i] = fma(-scores[i], rest, grad[i]); });
-  }
+  add_rest(row, rest, grad);
 }
 
 // --- weights -------------------------------------------------------------------------------------

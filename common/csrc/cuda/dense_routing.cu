@@ -216,18 +216,19 @@ DUOMOE_KERNEL(kCuda, normalize_scores_bwd) {
 
 // What both directions of the loss multiply its sum with: coeff * E / (K n^2).
 struct LossScale {
-  const int32_t* live_tokens;  // null: num_tokens
+  const float* live_tokens;  // null: num_tokens
   int64_t num_tokens, experts, top_k;
   double coeff;
 
   __device__ double factor() const {
-    return math::load_balancing_factor(live_tokens ? *live_tokens : num_tokens, 1, experts, top_k);
+    const float tokens = live_tokens ? *live_tokens : static_cast<float>(num_tokens);
+    return math::aux_loss_factor(tokens, experts, top_k);
   }
 };
 
 LossScale scale_of(const Call& call) {
   const TensorView& live = call.in("live_tokens");
-  return {.live_tokens = live.present() ? live.as<const int32_t>() : nullptr,
+  return {.live_tokens = live.present() ? live.as<const float>() : nullptr,
           .num_tokens = call.integer("num_tokens"),
           .experts = call.integer("num_experts"),
           .top_k = call.integer("top_k"),

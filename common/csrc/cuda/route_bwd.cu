@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_bwd_tokens(const Rout
   // The part that every expert gets: P_e (gP_e - sum P gP) slope_e + softmax_e * softmax_factor -
   // s_e * rest.
   const int64_t s = position / a.range.sequence_length;
-  const float grad_square = a.grad_logsumexp_sq[s];
-  const float softmax_factor = grad_square != 0.0f ? 2.0f * row.logsumexp * grad_square : 0.0f;
+  const float softmax_factor = math::square_slope(row.logsumexp, a.grad_logsumexp_sq[s]);
   const float rest = row.score == Score::kSoftmax ? weight.divisor.rest * common : 0.0f;
   const float* grad_probabilities = a.grad_score_sums + s * a.experts;
   row.probability_gradient(grad_probabilities, grad);

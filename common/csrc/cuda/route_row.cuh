@@ -129,14 +129,14 @@ struct Row {
     } else {
       for (int e = lane_id(); e < experts; e += kLanes) s[e] = math::elementwise_score(score, z[e]);
       top = math::log_scale(score, peak, peak);
-      probability_inverse =
-          1.0f / lane_sum(experts, [&](int64_t e) { return unscaled_probability(e); });
+      probability_inverse = math::share_factor(
+          lane_sum(experts, [&](int64_t e) { return unscaled_probability(e); }), peak);
     }
     __syncwarp();
   }
 
   __device__ float unscaled_probability(int64_t e) const {
-    if (top >= math::kRescueBelow) return s[e];
+    if (!math::may_underflow(top)) return s[e];
     return math::exp(math::log_scale(score, z[e], peak) - top) * math::score_factor(score, z[e]);
   }
 
@@ -149,8 +149,10 @@ struct Row {
   __device__ void probability_gradient(const float* g, float* grad) const {
     for (int e = lane_id(); e < experts; e += kLanes) grad[e] = probability(e);
     const float mean = lane_sum(experts, [&](int64_t e) { return grad[e] * g[e]; });
+    // NaN scores whose shares nobody asked for.
+    const bool unasked = mean != mean && all_lanes(experts, [&](int e) { return g[e] == 0.0f; });
     for (int e = lane_id(); e < experts; e += kLanes)
-      grad[e] = grad[e] * (g[e] - mean) * math::log_score_slope(score, z[e]);
+      grad[e] = unasked ? 0.0f : grad[e] * (g[e] - mean) * math::log_score_slope(score, z[e]);
   }
 };
 

@@ -40,6 +40,14 @@ __device__ float lane_sum(int64_t n, F f) {
   return warp_sum(sum);
 }
 
+// Whether f(i) holds for every i < n.
+template <typename F>
+__device__ bool all_lanes(int n, F f) {
+  bool all = true;
+  for (int i = lane_id(); i < n; i += kLanes) all = all && f(i);
+  return __all_sync(kAllLanes, all) != 0;
+}
+
 // The largest x, where `>` orders them; a NaN never wins.
 template <typename T>
 __device__ T warp_max(T x) {

@@ -22,7 +22,8 @@ DUOMOE_FN float mean_step(int64_t steps, int64_t experts) {
 // bias + rate * step, less `mean_step` times rate; every operation rounds to float32, as in models
 // that keep the bias in it.
 DUOMOE_FN float stepped_bias(float bias, float rate, float step, float mean_step) {
-  return bias + rate * (step - mean_step);
+  const float s = step - mean_step;
+  return s == 0.0f ? bias : bias + rate * s;
 }
 
 // The bin of the bias that an expert of score s would need to reach a token's cutoff, cutoff - s:

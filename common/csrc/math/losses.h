@@ -58,15 +58,22 @@ DUOMOE_FN float scaled_aux_loss(double coeff, double factor, double sum) {
   return factor == 0.0 ? 0.0f : static_cast<float>(coeff * factor * sum);
 }
 
+// E / (K n^2) for a count that may be known on the device only, as float32; 0 for n <= 0.
+DUOMOE_FN double aux_loss_factor(float tokens, int64_t experts, int64_t top_k) {
+  if (!(tokens > 0.0f)) return 0.0;
+  const double n = static_cast<double>(tokens);
+  return static_cast<double>(experts) / (static_cast<double>(top_k) * n * n);
+}
+
 // The loss over a matrix of scores with columns c: coeff * E / (K n^2) * sum_c loads_c * sums_c. A
 // column is an expert, or an expert of one of several sequences.
-DUOMOE_FN float aux_loss(const float* loads, const float* sums, int64_t columns, int64_t tokens,
+DUOMOE_FN float aux_loss(const float* loads, const float* sums, int64_t columns, float tokens,
                          int64_t experts, int64_t top_k, double coeff) {
   double sum = 0.0;
   for (int64_t c = 0; c < columns; ++c) {
     sum += static_cast<double>(loads[c]) * static_cast<double>(sums[c]);
   }
-  return scaled_aux_loss(coeff, load_balancing_factor(tokens, 1, experts, top_k), sum);
+  return scaled_aux_loss(coeff, aux_loss_factor(tokens, experts, top_k), sum);
 }
 
 DUOMOE_FN float aux_loss_gradient(double factor, float load) {

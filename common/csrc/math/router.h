@@ -42,6 +42,13 @@ DUOMOE_FN int64_t chunk_length(int64_t sequence_tokens) {
 // Below this log scale a row's scores may underflow, and ratios are taken relative to the row's
 // largest one.
 constexpr float kRescueBelow = -60.0f;
+DUOMOE_FN bool may_underflow(float top) { return top < kRescueBelow && top > -infinity(); }
+
+// What sigmoid and sqrtsoftplus scores are multiplied with to sum to 1: 0 in a row in which every
+// expert is excluded, so that it adds nothing to a batch's statistics.
+DUOMOE_FN float share_factor(float sum, float peak) {
+  return peak > -infinity() ? 1.0f / sum : 0.0f;
+}
 
 // The log scale a; for softmax, `peak` is the row's largest logit.
 DUOMOE_FN float log_scale(Score score, float z, float peak) {
@@ -77,6 +84,10 @@ DUOMOE_FN float log_score_slope(Score score, float z) {
   const float t = exp_nonpositive(-absolute(z));
   return 0.5f * (1.0f / ((1.0f + t) * (z >= 0.0f ? z + log1p_unit(t) : log1p_ratio(t))));
 }
+
+// g d(x^2)/dx. Doubled last: the product overflows only where the gradient does. 0 for g = 0,
+// whatever x.
+DUOMOE_FN float square_slope(float x, float g) { return g != 0.0f ? 2.0f * (x * g) : 0.0f; }
 
 // The selection value: a logit of -inf marks an expert that ranks below every finite one, whatever
 // its bias.

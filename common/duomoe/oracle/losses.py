@@ -61,8 +61,8 @@ def z_loss_bwd(*, num_tokens: Array, grad_loss: Array, coeff: float) -> Outputs:
 
 def aux_factor(num_experts: int, top_k: int, num_tokens: int, live_tokens: Array | None) -> float:
     """E / (K n^2), n being `live_tokens` if given, else `num_tokens`; 0 without tokens."""
-    n = num_tokens if live_tokens is None else int(live_tokens)
-    return num_experts / (top_k * float(n) ** 2) if n > 0 else 0.0
+    n = float(np.float32(num_tokens if live_tokens is None else live_tokens))
+    return num_experts / (top_k * n**2) if n > 0 else 0.0
 
 
 def aux_loss(

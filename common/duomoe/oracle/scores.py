@@ -51,8 +51,13 @@ def ranking(values: Array) -> Array:
 
 
 def normalized(z: Array, score: str) -> Array:
-    """p[E]: the scores of z[E] over their sum, however small they all are."""
+    """p[E]: the scores of z[E] over their sum, however small they all are.
+
+    0 where every expert is excluded, but for a softmax.
+    """
     log_s = log_scores(z, score)
+    if score != "softmax" and np.all(z == -np.inf):
+        return np.zeros(len(z))
     shares = np.exp(log_s - log_s.max())
     return shares / shares.sum()
 

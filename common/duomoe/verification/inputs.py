@@ -274,7 +274,7 @@ def _aux_loss(draw: Draw) -> Iterator[Case]:
     sequences = {
         "probs": draw.uniform(o.tokens, 3 * o.experts).astype(DTYPES[o.dtype]),
         "expert_loads": draw.uniform(3 * o.experts) * np.float32(o.tokens),
-        "live_tokens": np.array(o.tokens, np.int32),
+        "live_tokens": np.array(o.tokens, np.float32),
     }
     yield Case("3 sequences, live tokens", sequences, attributes | {"num_tokens": 0})
 
