@@ -113,6 +113,8 @@ def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
         ctx.output_kinds = [(o.shape, o.dtype, o.device) for o in outputs]
         integers = [o for o, spec in zip(outputs, op.outputs, strict=True) if not spec.is_float]
         ctx.mark_non_differentiable(*integers)
+        # No zeros for integer outputs, nor for float ones that nobody used: `backward` makes those.
+        ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         saved = dict(zip(kept, ctx.saved_tensors, strict=True))

@@ -46,12 +46,22 @@ DUOMOE_INLINE float lane_sum(int64_t n, F f) {
   return add_lanes(lane);
 }
 
-// The largest of n logits, -inf where there is none but NaN.
-DUOMOE_INLINE float row_peak(const float* z, int64_t n) {
-  float lane[kLanes];
-  for (int l = 0; l < kLanes; ++l) lane[l] = -infinity();
-  for_lanes(n, [&](int64_t i, int l) { lane[l] = z[i] > lane[l] ? z[i] : lane[l]; });
-  return join_lanes(lane, [](float a, float b) { return b > a ? b : a; });
+// The largest and the smallest of n logits, -inf and inf where there is none but NaN.
+struct Range {
+  float peak, low;
+};
+DUOMOE_INLINE Range row_range(const float* z, int64_t n) {
+  float high[kLanes], low[kLanes];
+  for (int l = 0; l < kLanes; ++l) {
+    high[l] = -infinity();
+    low[l] = infinity();
+  }
+  for_lanes(n, [&](int64_t i, int l) {
+    high[l] = z[i] > high[l] ? z[i] : high[l];
+    low[l] = z[i] < low[l] ? z[i] : low[l];
+  });
+  return {join_lanes(high, [](float a, float b) { return b > a ? b : a; }),
+          join_lanes(low, [](float a, float b) { return b < a ? b : a; })};
 }
 
 // Sets row.z, which is the logits themselves where they need neither conversion nor padding.
@@ -67,12 +77,13 @@ void load_row(DType dtype, const void* logits, RouteRow& row) {
   for (int64_t i = experts; i < n; ++i) converted[i] = -infinity();
 }
 
-// Scores and their sum.
-template <Score kScore>
+// Scores and their sum. kNormal: every e^-|z| is a normal number.
+template <Score kScore, bool kNormal>
 float elementwise_scores(const float* z, int64_t n, float* __restrict scores) {
   float lane[kLanes] = {};
   for_lanes(n, [&](int64_t i, int l) {
-    const float s = elementwise_score(kScore, z[i]);
+    const float s =
+        kScore == Score::kSigmoid ? sigmoid<kNormal>(z[i]) : elementwise_score(kScore, z[i]);
     scores[i] = s;
     lane[l] += s;
   });
@@ -80,16 +91,16 @@ float elementwise_scores(const float* z, int64_t n, float* __restrict scores) {
 }
 
 // The same and the slopes. Those of sigmoid come from the same exponential.
-template <Score kScore>
+template <Score kScore, bool kNormal>
 float elementwise_scores(const float* z, int64_t n, float* __restrict scores,
                          float* __restrict slopes) {
   if (kScore != Score::kSigmoid) {
     for_lanes(n, [&](int64_t i, int) { slopes[i] = log_score_slope(kScore, z[i]); });
-    return elementwise_scores<kScore>(z, n, scores);
+    return elementwise_scores<kScore, kNormal>(z, n, scores);
   }
   float lane[kLanes] = {};
   for_lanes(n, [&](int64_t i, int l) {
-    const SigmoidPair pair = sigmoid_pair(z[i]);
+    const SigmoidPair pair = sigmoid_pair<kNormal>(z[i]);
     scores[i] = pair.value;
     slopes[i] = pair.complement;
     lane[l] += pair.value;
@@ -97,11 +108,11 @@ float elementwise_scores(const float* z, int64_t n, float* __restrict scores,
   return add_lanes(lane);
 }
 
-template <Score kScore>
+template <Score kScore, bool kNormal>
 void elementwise_row(RouteRow& row, int64_t n) {
   const float* z = row.z;
-  const float sum = row.slopes ? elementwise_scores<kScore>(z, n, row.scores, row.slopes)
-                               : elementwise_scores<kScore>(z, n, row.scores);
+  const float sum = row.slopes ? elementwise_scores<kScore, kNormal>(z, n, row.scores, row.slopes)
+                               : elementwise_scores<kScore, kNormal>(z, n, row.scores);
   row.shares = row.scores;
   const float peak = row.peak, top = log_scale(kScore, peak, peak);
   row.share = share_factor(sum, peak);
@@ -117,23 +128,35 @@ void elementwise_row(RouteRow& row, int64_t n) {
   row.share = 1.0f / add_lanes(lane);
 }
 
+// e^(z - peak) and their sum. kNormal: every one is a normal number.
+template <bool kNormal>
+float shifted_exponentials(const float* z, int64_t n, float peak, float* __restrict exponentials) {
+  float lane[kLanes] = {};
+  for_lanes(n, [&](int64_t i, int l) {
+    const float t = exp_nonpositive<kNormal>(z[i] - peak);
+    exponentials[i] = t;
+    lane[l] += t;
+  });
+  return add_lanes(lane);
+}
+
 void row_scores(DType dtype, const void* logits, RouteRow& row) {
   const int64_t n = padded(row.experts);
   load_row(dtype, logits, row);
   const float* z = row.z;
-  row.peak = row_peak(z, n);
-  // First what does not wait for the peak.
-  if (row.score == Score::kSigmoid) elementwise_row<Score::kSigmoid>(row, n);
-  if (row.score == Score::kSqrtSoftplus) elementwise_row<Score::kSqrtSoftplus>(row, n);
-  const float peak = row.peak;
+  const auto [peak, low] = row_range(z, n);
+  row.peak = peak;
+  if (row.score == Score::kSigmoid) {
+    const bool normal = low >= kLowestNormal && peak <= -kLowestNormal;
+    normal ? elementwise_row<Score::kSigmoid, true>(row, n)
+           : elementwise_row<Score::kSigmoid, false>(row, n);
+  }
+  if (row.score == Score::kSqrtSoftplus) elementwise_row<Score::kSqrtSoftplus, false>(row, n);
   float* __restrict exponentials = row.exponentials;
-  float lane[kLanes] = {};
-  for_lanes(n, [&](int64_t i, int l) {
-    const float t = exp_nonpositive(z[i] - peak);
-    exponentials[i] = t;
-    lane[l] += t;
-  });
-  const float sum = add_lanes(lane), inverse = 1.0f / sum;
+  const float sum = low - peak >= kLowestNormal
+                        ? shifted_exponentials<true>(z, n, peak, exponentials)
+                        : shifted_exponentials<false>(z, n, peak, exponentials);
+  const float inverse = 1.0f / sum;
   row.inverse = inverse;
   row.logsumexp = peak + log(sum);
   if (row.score != Score::kSoftmax) return;

@@ -82,7 +82,15 @@ DUOMOE_FN float exp(float x) {
 // its product with p are normal, and only the step of 2^-63 rounds. With 63 + 127 in the shift the
 // exponent field of 2^(n + 63) is the low bits of the shifted number. A NaN passes through p. Below
 // -104 the result is 0, and no multiplication may underflow to it: that is slow on a CPU.
+// kNormal: x >= kLowestNormal, so that the result is normal and 2^n can be applied at once; the
+// same bits again.
+constexpr float kLowestNormal = -87.0f;
+template <bool kNormal = false>
 DUOMOE_FN float exp_nonpositive(float x) {
+  if constexpr (kNormal) {
+    const ExpParts parts = exp_parts(x, 12582912.0f + 126.0f);
+    return parts.p * float_of((parts.shifted << 23) + 0x00800000u);
+  }
   const bool zero = x < -104.0f;
   const ExpParts parts = exp_parts(zero ? 0.0f : x, 12582912.0f + 190.0f);
   const float y = parts.p * float_of(parts.shifted << 23) * float_of(0x20000000u);  // 2^-63
@@ -120,8 +128,9 @@ DUOMOE_FN float log1p_unit(float u) {
 DUOMOE_FN float absolute(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
 
 // 1 / (1 + e^-x), without overflow for any x.
+template <bool kNormal = false>
 DUOMOE_FN float sigmoid(float x) {
-  const float t = exp_nonpositive(-absolute(x));
+  const float t = exp_nonpositive<kNormal>(-absolute(x));
   return (x >= 0.0f ? 1.0f : t) / (1.0f + t);
 }
 
@@ -131,8 +140,9 @@ DUOMOE_FN float sigmoid(float x) {
 struct SigmoidPair {
   float value, complement;
 };
+template <bool kNormal = false>
 DUOMOE_FN SigmoidPair sigmoid_pair(float x) {
-  const float t = exp_nonpositive(-absolute(x)), divisor = 1.0f + t, y = 1.0f / divisor;
+  const float t = exp_nonpositive<kNormal>(-absolute(x)), divisor = 1.0f + t, y = 1.0f / divisor;
   const float q = t * y, small = fma(fma(-q, divisor, t), y, q);
   return {x >= 0.0f ? y : small, x >= 0.0f ? small : y};
 }
