@@ -64,7 +64,7 @@ def test_mean_is_exact_where_float32_is_not(adapter) -> None:
     np.testing.assert_array_equal(adapter.numpy(got), np.float32([-1, 1, 1, 1]))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8"])
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "uint8", "uint16"])
 def test_counts_of_any_integer_type(adapter, dtype: str) -> None:
     if dtype == "int64" and adapter.name == "jax":
         pytest.skip("int64 needs x64 in JAX")
@@ -216,8 +216,12 @@ def test_bad_input(adapter) -> None:
     for error, message, call in (
         (ValueError, "expert_counts must have shape", lambda: functions.update_expert_bias(
             bias, array(np.zeros(15, "i4")), rate=1.0)),
-        (TypeError, "expert_counts must be an integer", lambda: functions.update_expert_bias(
+        (TypeError, "expert_counts must be one of int8", lambda: functions.update_expert_bias(
             bias, bias, rate=1.0)),
+        (TypeError, "expert_counts must be one of int8", lambda: functions.update_expert_bias(
+            bias, array(np.zeros(16, "u4")), rate=1.0)),
+        (ValueError, "bias must have at least one expert", lambda: functions.update_expert_bias(
+            array(np.zeros(0, "f4")), array(np.zeros(0, "i4")), rate=1.0)),
         (TypeError, "bias must be float32, got float16", lambda: functions.update_expert_bias(
             array(np.zeros(16, "f2")), counts, rate=1.0)),
         (TypeError, "rate must be a float", lambda: functions.update_expert_bias(

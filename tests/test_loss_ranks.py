@@ -112,6 +112,16 @@ def block_losses(x: np.ndarray, parameters: list[np.ndarray], group: Any) -> lis
     return [*(v.detach().numpy() for v in values), grad.numpy()]
 
 
+def biases_of(logits: np.ndarray, group: Any) -> list[np.ndarray]:
+    """The bias after a step by the loads' signs, and after one by quantiles."""
+    z, bias = torch.from_numpy(logits.copy()), torch.linspace(-0.1, 0.1, 8)
+    counts = tf.route(z, CONFIG, bias=bias).expert_counts
+    bins = tf.count_quantile_bins(z, CONFIG, bias=bias)
+    stepped = tf.update_expert_bias(bias, counts, rate=0.5, center=True, group=group)
+    moved = tf.update_expert_bias_by_quantile(bias, bins, CONFIG, group=group)
+    return [stepped.numpy(), moved.numpy()]
+
+
 def run_rank(rank: int, meeting_point: str, queue: Any) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -124,6 +134,12 @@ def run_rank(rank: int, meeting_point: str, queue: Any) -> None:
         results[name] = losses_of(scenario, scenario.tokens[rank], over)
     x, *parameters = block_inputs()
     results["block"] = block_losses(np.split(x, WORLD)[rank], parameters, group)
+    scenario = scenarios()["groups"]
+    results["biases"] = biases_of(scenario.logits[scenario.tokens[rank]], group)
+    # Loads that int32 cannot add up.
+    loads = torch.tensor([2**30 + 10, 2**30 - 1, 2**30, 2**30], dtype=torch.int32)
+    stepped = tf.update_expert_bias(torch.zeros(4), loads, rate=1.0, group=group)
+    results["large loads"] = stepped.numpy()
     queue.put((rank, results))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -197,6 +213,17 @@ def test_the_router_of_a_block_gets_the_gradient_of_the_one_loss(ranks) -> None:
         np.testing.assert_allclose(results[0][i], want, rtol=32 * U)
     got = sum(r[2] for r in results) / np.float32(WORLD)
     np.testing.assert_allclose(got, grad, rtol=1e-5, atol=64 * U * np.abs(grad).max())
+
+
+def test_every_rank_has_the_bias_of_all_tokens(ranks) -> None:
+    """Counts are integers: the same bits as on one process with all tokens."""
+    want = biases_of(scenarios()["groups"].logits, None)
+    for result in ranks:
+        for got, exact in zip(result["biases"], want, strict=True):
+            same_bits(got, exact)
+        np.testing.assert_array_equal(result["large loads"], np.float32([-1, 1, 1, 1]))
+    alone = biases_of(np.split(scenarios()["groups"].logits, WORLD)[0], None)
+    assert any((a != b).any() for a, b in zip(alone, want, strict=True))
 
 
 @pytest.mark.jax

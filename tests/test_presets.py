@@ -309,3 +309,12 @@ def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 def test_numpy_bools_are_bools() -> None:
     assert presets.mixtral(normalize=np.bool_(True)) == presets.mixtral()
+
+
+def test_router_page_names_every_allowed_value() -> None:
+    from duomoe import config, router_page
+
+    page = router_page.page()
+    for allowed in (config.SCORES, config.SCORE_SCOPES, config.SELECT_ON, config.NORMALIZE):
+        for value in (*allowed, *config.EPS_MODES, *config.COUNTS):
+            assert (f'"{value}"' if isinstance(value, str) else str(value)) in page, value

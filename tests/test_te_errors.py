@@ -18,13 +18,15 @@ BAD = {
     "topk": ({"k": 17}, ValueError, "topk must be between 1 and 16, got 17"),
     "score": ({"score_function": "tanh"}, ValueError, "score_function must be one of 'sigmoid'"),
     "map": ({"routing_map_format": 2}, ValueError, "routing_map_format must be one of"),
-    "groups": ({"num_groups": 3, "group_topk": 2}, ValueError, "num_groups"),
+    "groups": ({"num_groups": 3, "group_topk": 2}, ValueError, "multiple of num_groups"),
+    "too few kept": ({"num_groups": 16, "group_topk": 1}, ValueError, "fewer than topk = 4"),
+    "more kept": ({"num_groups": 2, "group_topk": 4}, ValueError, "group_topk must be between"),
     "no groups": ({"group_topk": 2}, TypeError, "num_groups must be an int, got None"),
     "kept": ({"num_groups": 8, "group_topk": 3}, ValueError, "multiple of group_topk"),
     "scale": ({"scaling_factor": "2"}, TypeError, "scaling_factor must be a float"),
     "pre": ({"use_pre_softmax": 1}, TypeError, "use_pre_softmax must be a bool"),
-    "bias": ({"expert_bias": np.zeros(15, "f4")}, ValueError, "bias must have shape"),
-    "bias dtype": ({"expert_bias": np.zeros(16, "f2")}, TypeError, "bias must be float32"),
+    "bias": ({"expert_bias": np.zeros(15, "f4")}, ValueError, "^expert_bias must have shape"),
+    "bias dtype": ({"expert_bias": np.zeros(16, "f2")}, TypeError, "^expert_bias must be float32"),
     "buffer": (
         {"topk_indices": np.zeros((5, 3), "i4")},
         ValueError,
@@ -119,3 +121,34 @@ def test_both_modules_have_the_same_options(jax_adapter, torch_adapter) -> None:
         options = [set(inspect.signature(getattr(m, name)).parameters) for m in (ours, theirs)]
         assert options[0] == options[1], name
     assert [ScoreFunction.SIGMOID, ScoreFunction.SOFTMAX] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_groups": 4, "group_topk": 2}, "quantile balancing .* without groups"),
+        ({"k": 16}, "topk must be below the number of experts"),
+        ({"qb_bin_bounds": np.zeros(3, "f4")}, r"qb_bin_bounds must have shape \[2\]"),
+        ({"qb_bin_bounds": np.zeros(2, "f2")}, "qb_bin_bounds must be float32"),
+    ],
+)
+def test_buffers_are_untouched_by_a_refused_call(torch_adapter, options, message) -> None:
+    k = options.get("k", 4)
+    ids = torch_adapter.array(np.full((5, k), -7, "i4"))
+    histogram = torch_adapter.array(np.zeros((16, 9), "i4"))
+    given = {"qb_bin_bounds": np.array([-1, 1], "f4"), **options}
+    given = {
+        n: torch_adapter.array(v) if isinstance(v, np.ndarray) else v for n, v in given.items()
+    }
+    given.pop("k", None)
+    with pytest.raises((TypeError, ValueError), match=message):
+        topk(
+            torch_adapter,
+            torch_adapter.array(np.zeros((5, 16), "f4")),
+            k,
+            topk_indices=ids,
+            qb_histogram=histogram,
+            qb_histogram_mode="two_kernel",
+            **given,
+        )
+    assert (torch_adapter.numpy(ids) == -7).all() and not torch_adapter.numpy(histogram).any()

@@ -92,15 +92,16 @@ def update_expert_bias(
 
     Args:
         bias: [E] float32.
-        expert_counts: [E] integers, slots by expert: `expert_counts` of a Routing or MoEOutput, or
-            the sum over micro-batches.
+        expert_counts: [E] int8 to int64, uint8 or uint16, slots by expert: `expert_counts` of a
+            Routing or MoEOutput, or the sum over micro-batches. Of any size; loads must lie within
+            2^31 of each other.
         rate: the step, float32 (1e-3 in the papers).
         center: subtract the mean step, so that the biases keep their mean.
         group: a torch.distributed process group over which the tokens are spread, or None; the
             counts are all-reduced.
 
     Returns:
-        [E] float32; `bias` itself where all loads are equal.
+        [E] float32; the bits of `bias` where all loads are equal.
 
     Raises:
         ValueError, TypeError: on a shape, dtype or option that does not fit.
@@ -119,7 +120,8 @@ def update_expert_bias_by_quantile(
     """The bias with which every expert would have had its fair share of the counted tokens.
 
     decay * bias + (1 - decay) * (the K/E quantile of the expert's bins, linear within a bin), less
-    the mean over the experts (quantile balancing). An expert without counts keeps its bias. To be
+    the mean over the experts (quantile balancing). An expert without counts enters with its old
+    bias. To be
     called between steps, in training only; without a gradient.
 
     Args:

@@ -24,13 +24,17 @@ AttributeSpec dtype(std::string name, std::string dtype_of = "") {
           .dtype_of = std::move(dtype_of)};
 }
 
+// Orders match the enums of math/router.h.
+AttributeSpec score() { return choice("score", {"softmax", "sigmoid", "sqrtsoftplus"}); }
+AttributeSpec select_on() { return choice("select_on", {"score", "logit"}); }
+
 constexpr bool kOptional = true;
 
-// The options of `route` that its backward needs too. Orders match the enums of math/router.h.
+// The options of `route` that its backward needs too. Orders of choices match math/router.h.
 std::vector<AttributeSpec> router_options(bool forward) {
   std::vector<AttributeSpec> options = {
       integer("top_k", 1, "K"),
-      choice("score", {"softmax", "sigmoid", "sqrtsoftplus"}),
+      score(),
       choice("normalize", {"never", "always", "if_k_gt_1"}),
       real("eps"),
       choice("eps_mode", {"add", "clamp"}),
@@ -40,7 +44,7 @@ std::vector<AttributeSpec> router_options(bool forward) {
   };
   if (forward) {
     options.insert(options.end(), {
-                                      choice("select_on", {"score", "logit"}),
+                                      select_on(),
                                       integer("num_groups", 1),
                                       integer("group_top_k", 1),
                                       integer("group_score_k", 1),
@@ -190,8 +194,7 @@ std::vector<OpSpec> make_table() {
                  {"lower", "", "float32"},
                  {"upper", "", "float32"}},
       .outputs = {{"cutoffs", "T", "float32"}, {"bin_counts", "E B", "int32"}},
-      .attributes = {integer("top_k", 1), choice("score", {"softmax", "sigmoid", "sqrtsoftplus"}),
-                     choice("select_on", {"score", "logit"}), integer("num_bins", 1, "B")},
+      .attributes = {integer("top_k", 1), score(), select_on(), integer("num_bins", 1, "B")},
       .shard_axes = "T",
   });
   ops.push_back({
@@ -249,7 +252,7 @@ std::vector<OpSpec> make_table() {
       .summary = "scores[t] = softmax(z), or s / sum(s) over all experts for the other scores.",
       .inputs = {{"logits", "T E", "<x>"}},
       .outputs = {{"scores", "T E", "float32"}},
-      .attributes = {choice("score", {"softmax", "sigmoid", "sqrtsoftplus"})},
+      .attributes = {score()},
       .backward = {"normalize_scores_bwd"},
       .shard_axes = "T",
   });
@@ -260,7 +263,7 @@ std::vector<OpSpec> make_table() {
           "slope being 1 for the softmax.",
       .inputs = {{"logits", "T E", "<x>"}, {"grad_scores", "T E", "float32"}},
       .outputs = {{"grad_logits", "T E", "<x>"}},
-      .attributes = {choice("score", {"softmax", "sigmoid", "sqrtsoftplus"})},
+      .attributes = {score()},
       .shard_axes = "T",
   });
   ops.push_back({

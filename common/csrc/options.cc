@@ -65,10 +65,15 @@ Status check_options(const Call& call) {
     return {"top_k must be below the number of experts (" + text(call.axis('E')) + "), got " +
             text(call.integer("top_k"))};
   }
-  if (call.op.name == "update_expert_bias_by_quantile" &&
-      (call.integer("top_k") > call.axis('E') || call.real("decay") < 0 ||
-       call.real("decay") > 1)) {
-    return {"top_k must not exceed the number of experts, and decay must be between 0 and 1"};
+  if (call.op.name == "update_expert_bias_by_quantile") {
+    const double decay = call.real("decay");
+    if (call.integer("top_k") > call.axis('E')) {
+      return {"top_k must not exceed the number of experts (" + text(call.axis('E')) + "), got " +
+              text(call.integer("top_k"))};
+    }
+    if (!(decay >= 0 && decay <= 1)) {
+      return {"decay must be between 0 and 1, got " + std::to_string(decay)};
+    }
   }
   if (call.op.name == "mark_expert_bits" &&
       call.axis('B') != (call.integer("num_experts") + 7) / 8) {

@@ -15,12 +15,19 @@ from duomoe.config import RouterConfig
 from duomoe.functional import Functions
 from duomoe.results import Array, QuantileBins
 
+LOAD_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16")
+
 
 class BalanceFunctions(Functions):
     """The updates of the selection bias of one front end."""
 
-    def _bias(self, bias: Any) -> Array:
-        return self._frontend.stop_gradient(self._array("bias", bias, 1, "E"))
+    def _bias(self, bias: Any, name: str = "bias") -> Array:
+        bias = self._frontend.stop_gradient(self._array(name, bias, 1, "E"))
+        if (dtype := self._frontend.dtype(bias)) != "float32":
+            raise TypeError(f"{name} must be float32, got {dtype}")
+        if bias.shape[0] < 1:
+            raise ValueError(f"{name} must have at least one expert, got {list(bias.shape)}")
+        return bias
 
     def _update_expert_bias(
         self, bias: Array, expert_counts: Array, rate: float, center: bool, over: Any
@@ -28,7 +35,7 @@ class BalanceFunctions(Functions):
         bias = self._bias(bias)
         counts = self._frontend.check_array("expert_counts", expert_counts)
         arguments.shape("expert_counts", counts.shape, bias.shape, "E")
-        counts = self._integers("expert_counts", self._excess(counts))
+        counts = self._excess(counts)
         rate = arguments.float32("rate", rate)
         arguments.boolean("center", center)
         self._frontend.check_over(over)
@@ -39,12 +46,14 @@ class BalanceFunctions(Functions):
         return updated
 
     def _excess(self, counts: Array) -> Array:
-        """Counts less the smallest of them, which the rule does not see: neither large counts nor
-        their sum over ranks leave int32, unless the loads lie that far apart.
+        """Counts less the smallest of them, which the rule does not see, as int32: neither large
+        counts nor their sum over ranks leave it.
         """
-        if self._frontend.dtype(counts) != "int64":
+        if (dtype := self._frontend.dtype(counts)) not in LOAD_DTYPES:
+            raise TypeError(f"expert_counts must be one of {', '.join(LOAD_DTYPES)}, got {dtype}")
+        if dtype != "int64":
             counts = self._integers("expert_counts", counts)
-        return counts - counts.min()
+        return self._integers("expert_counts", counts - counts.min())
 
     def count_quantile_bins(
         self,
@@ -81,6 +90,23 @@ class BalanceFunctions(Functions):
         Raises:
             ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
+        inputs, attributes = self._quantile_call(
+            logits, config, bias, token_mask, bounds, num_bins, "bounds"
+        )
+        cutoffs, counts = self._call("count_quantile_bins", inputs, attributes)
+        return QuantileBins(cutoffs=cutoffs, counts=counts, lower=inputs[3], upper=inputs[4])
+
+    def _quantile_call(
+        self,
+        logits: Array,
+        config: RouterConfig,
+        bias: Array | None,
+        token_mask: Array | None,
+        bounds: Array | None,
+        num_bins: int,
+        bounds_name: str,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The checked inputs and attributes of the op."""
         arguments.record("config", config, RouterConfig)
         logits = self._float_array("logits", logits, 2, "T, E")
         tokens, experts = logits.shape
@@ -102,26 +128,25 @@ class BalanceFunctions(Functions):
             arguments.shape("bias", bias.shape, (experts,), "E")
         if token_mask is not None:
             token_mask = self._mask(token_mask, (tokens,), "T")
-        lower, upper = self._bounds(bounds, bias, config)
+        lower, upper = self._bounds(bounds, bias, config, bounds_name)
         attributes = {
             "top_k": config.top_k,
             "score": config.score,
             "select_on": config.select_on,
             "num_bins": num_bins,
         }
-        cutoffs, counts = self._call(
-            "count_quantile_bins",
-            (self._frontend.stop_gradient(logits), bias, token_mask, lower, upper),
-            attributes,
-        )
-        return QuantileBins(cutoffs=cutoffs, counts=counts, lower=lower, upper=upper)
+        inputs = (self._frontend.stop_gradient(logits), bias, token_mask, lower, upper)
+        return inputs, attributes
 
-    def _bounds(self, bounds: Any, bias: Array | None, config: RouterConfig) -> tuple[Array, Array]:
+    def _bounds(
+        self, bounds: Any, bias: Array | None, config: RouterConfig, name: str
+    ) -> tuple[Array, Array]:
         if bounds is not None:
-            bounds = self._frontend.stop_gradient(self._array("bounds", bounds, 1, "2"))
+            bounds = self._frontend.stop_gradient(self._array(name, bounds, 1, "2"))
             if (dtype := self._frontend.dtype(bounds)) != "float32":
-                raise TypeError(f"bounds must be float32, got {dtype}")
-            arguments.shape("bounds", bounds.shape, (2,), "2")
+                raise TypeError(f"{name} must be float32, got {dtype}")
+            if bounds.shape[0] != 2:
+                raise ValueError(f"{name} must have shape [2], got {list(bounds.shape)}")
             return bounds[:1].reshape(()), bounds[1:].reshape(())
         if config.score == "sqrtsoftplus" or config.select_on == "logit":
             raise ValueError(

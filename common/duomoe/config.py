@@ -182,6 +182,7 @@ class RouterConfig:
             ValueError: on an unknown model_type, value or key that looks like a router option, on a
                 layer without a router, and on lists that differ by layer if layer is None; it names
                 the key, the value and what is allowed. TypeError: on another kind of config.
+            FileNotFoundError: on a path that is not there; names of a model hub are not looked up.
         """
         from duomoe import hf  # it needs this module, and the table of presets
 

@@ -77,7 +77,7 @@ def _text(values: dict[str, Any]) -> dict[str, Any]:
     default = TEXT_TYPES.get(model_type) if isinstance(model_type, str) else None
     if values.get("text_config") is None and default is None:
         return values
-    _refuse_unknown(f"{model_type} around text_config", values, {*COMMON, *GENERATION})
+    _refuse_unknown(f"{model_type or 'config'} around text_config", values, {*COMMON, *GENERATION})
     given = values.get("text_config") or {}
     text = _values("text_config", "a dict or an object with to_dict", given)
     if text.get("text_config") is not None:

@@ -95,9 +95,10 @@ INTERLEAVED = LayerRule({"moe_layers": None, "interleave_moe_layer_step": 1}, _i
 
 
 def _interval(values: Mapping[str, Any], count: int) -> list[str]:
-    start, end, step = (arguments.integer(key, value) for key, value in values.items())
+    start = arguments.integer("moe_layer_start_index", values["moe_layer_start_index"])
+    end = arguments.integer("moe_layer_end_index", values["moe_layer_end_index"])
+    step = arguments.integer("moe_layer_interval", values["moe_layer_interval"], 1)
     end = count - 1 if end == -1 else end
-    arguments.integer("moe_layer_interval", step, 1)
     return [MOE if start <= i <= end and (i + 1) % step == 0 else DENSE for i in range(count)]
 
 

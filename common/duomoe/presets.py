@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from duomoe import families as hf
+from duomoe import families
 from duomoe.config import RouterConfig
 from duomoe.families import Family
 
@@ -108,7 +108,7 @@ mixtral = _preset(
         "mixtral",
         "Mixtral-8x7B",
         {"num_experts": 8, "top_k": 2},
-        (hf.MIXTRAL, hf.MINIMAX),
+        (families.MIXTRAL, families.MINIMAX),
         source="arXiv:2401.04088, section 2.1, and the transformers class; MiniMax-Text-01 and "
         "MiniMax-M1 have the same router",
         outside="in training, x may be multiplied by noise (router_jitter_noise)",
@@ -121,7 +121,7 @@ qwen2_moe = _preset(
         "qwen2_moe",
         "Qwen1.5-MoE-A2.7B",
         {"num_experts": 60, "top_k": 4, "normalize": False},
-        (hf.QWEN2_MOE,),
+        (families.QWEN2_MOE,),
         source="arXiv:2407.10671, section 2.2.2, and the transformers class",
         outside="a shared expert, times sigmoid(x . shared_expert_gate), is added",
         gate=SOFTMAX_GATE,
@@ -133,7 +133,7 @@ qwen3_moe = _preset(
         "qwen3_moe",
         "Qwen3-30B-A3B and Qwen3-235B-A22B",
         {"num_experts": 128, "top_k": 8},
-        (hf.QWEN3_MOE, hf.QWEN3_NEXT),
+        (families.QWEN3_MOE, families.QWEN3_NEXT),
         source="arXiv:2505.09388, section 2, and the transformers class",
         gate=SOFTMAX_GATE,
         outside="Qwen3-Next adds a shared expert as Qwen2-MoE does; Qwen3-MoE has none",
@@ -145,7 +145,7 @@ olmoe = _preset(
         "olmoe",
         "OLMoE-1B-7B",
         {"num_experts": 64, "top_k": 8, "normalize": False},
-        (hf.OLMOE, hf.FLEX_OLMO),
+        (families.OLMOE, families.FLEX_OLMO),
         source="arXiv:2409.02060, section 2, and the transformers class",
         gate=SOFTMAX_GATE,
     )
@@ -164,7 +164,7 @@ deepseek_v2 = _preset(
             "normalize": False,
             "scale": 16.0,
         },
-        (hf.DEEPSEEK_V2,),
+        (families.DEEPSEEK_V2,),
         source="arXiv:2405.04434, sections 2.2.1 and 2.2.2, and the transformers class",
         outside=SHARED,
         gate=DEEPSEEK_GATE,
@@ -184,7 +184,7 @@ deepseek_v3 = _preset(
             "eps": 1e-20,
             "scale": 2.5,
         },
-        (hf.DEEPSEEK_V3, hf.DEEPSEEK_V32, hf.BAILING_HYBRID),
+        (families.DEEPSEEK_V3, families.DEEPSEEK_V32, families.BAILING_HYBRID),
         source="arXiv:2412.19437, section 2.1.2, and the transformers class",
         bias=SIGMOID_BIAS,
         outside=SHARED,
@@ -203,7 +203,7 @@ deepseek_v4 = _preset(
             "eps": 1e-20,
             "scale": 1.5,
         },
-        (hf.DEEPSEEK_V4,),
+        (families.DEEPSEEK_V4,),
         source="the DeepSeek-V4 report, section 2.1, and the transformers class",
         bias=f"{SIGMOID_BIAS}; none in hash layers",
         outside="the first layers (hash_moe, 3 in the release) take their ids from a table of "
@@ -218,7 +218,7 @@ kimi_k2 = _preset(
         "kimi_k2",
         "Kimi-K2",
         {"num_experts": 384, "top_k": 8, "score": "sigmoid", "eps": 1e-20, "scale": 2.827},
-        (hf.KIMI_K2,),
+        (families.KIMI_K2,),
         source="arXiv:2507.20534, section 2.3; DeepSeek-V3's formula with one group",
         bias=SIGMOID_BIAS,
         outside=SHARED,
@@ -231,7 +231,7 @@ kimi_k3 = _preset(
         "kimi_k3",
         "Kimi-K3 (Kimi-Linear-48B-A3B: num_experts=256, top_k=8, scale=2.446)",
         {"num_experts": 896, "top_k": 16, "score": "sigmoid", "eps": 1e-20},
-        (hf.KIMI_LINEAR,),
+        (families.KIMI_LINEAR,),
         source="the Kimi K3 report and the transformers class of Kimi-Linear, which is its text "
         "model's model_type; transformers 5.24 has no Kimi-K3, so its eps is Kimi-Linear's",
         bias=f"{SIGMOID_BIAS}; K3 trains it by quantile balancing",
@@ -245,7 +245,7 @@ glm_4_5 = _preset(
         "glm_4_5",
         "GLM-4.5 (GLM-4.5-Air: num_experts=128, scale=1.0)",
         {"num_experts": 160, "top_k": 8, "score": "sigmoid", "eps": 1e-20, "scale": 2.5},
-        (hf.GLM4_MOE, hf.GLM4V_MOE_TEXT, hf.GLM4_MOE_LITE, hf.GLM_MOE_DSA),
+        (families.GLM4_MOE, families.GLM4V_MOE_TEXT, families.GLM4_MOE_LITE, families.GLM_MOE_DSA),
         source="arXiv:2508.06471, section 2.1, and the transformers class",
         bias=SIGMOID_BIAS,
         outside=SHARED,
@@ -258,7 +258,7 @@ gpt_oss = _preset(
         "gpt_oss",
         "gpt-oss-120b (gpt-oss-20b: num_experts=32)",
         {"num_experts": 128, "top_k": 4, "score_scope": "selected", "select_on": "logit"},
-        (hf.GPT_OSS,),
+        (families.GPT_OSS,),
         source="arXiv:2508.10925, section 2, and the transformers class",
         outside="the gate has a learned bias of its own: gate(..., router_bias=), which is part of "
         "the logits and so of the weights",
@@ -271,7 +271,7 @@ granite = _preset(
         "granite",
         "Granite-3.0-3B-A800M (1B-A400M: num_experts=32)",
         {"num_experts": 40, "top_k": 8, "score_scope": "selected", "select_on": "logit"},
-        (hf.GRANITEMOE, hf.GRANITEMOESHARED, hf.GRANITEMOEHYBRID),
+        (families.GRANITEMOE, families.GRANITEMOESHARED, families.GRANITEMOEHYBRID),
         source="the transformers class",
         outside="the block's output is multiplied by residual_multiplier; granitemoeshared and "
         "granitemoehybrid add a shared expert",
@@ -284,7 +284,7 @@ jetmoe = _preset(
         "jetmoe",
         "JetMoE-8B",
         {"num_experts": 8, "top_k": 2, "score_scope": "selected", "select_on": "logit"},
-        (hf.JETMOE,),
+        (families.JETMOE,),
         source="arXiv:2404.07413, section 2, and the transformers class",
         outside="a learned bias is added to the block's output; attention heads are chosen by a "
         "second router of the same kind",
@@ -303,7 +303,7 @@ llama4 = _preset(
             "select_on": "logit",
             "normalize": False,
         },
-        (hf.LLAMA4_TEXT,),
+        (families.LLAMA4_TEXT,),
         source="the transformers class",
         outside="the weight multiplies the expert's input, not its output: scale the permuted rows "
         "and combine without weights; a shared expert is added",
@@ -316,7 +316,7 @@ minimax_m2 = _preset(
         "minimax_m2",
         "MiniMax-M2",
         {"num_experts": 256, "top_k": 8, "score": "sigmoid"},
-        (hf.MINIMAX_M2,),
+        (families.MINIMAX_M2,),
         source="the transformers class",
         bias=SIGMOID_BIAS,
         outside="nothing here; MiniMax-M3, which from_hf refuses, multiplies the routed sum by 2",
@@ -329,7 +329,7 @@ ernie_4_5 = _preset(
         "ernie_4_5",
         "ERNIE-4.5-21B-A3B (300B-A47B: top_k=8)",
         {"num_experts": 64, "top_k": 6, "eps": 1e-12, "eps_mode": "clamp"},
-        (hf.ERNIE4_5_MOE,),
+        (families.ERNIE4_5_MOE,),
         source="the ERNIE 4.5 report and the transformers class",
         bias="moe_statics.e_score_correction_bias [1, E], to be squeezed",
         outside=f"moe_capacity bounds an expert's tokens in Baidu's training code; {SHARED}",
@@ -342,7 +342,7 @@ lfm2 = _preset(
         "lfm2",
         "LFM2-8B-A1B",
         {"num_experts": 32, "top_k": 4, "score": "sigmoid", "eps": 1e-6},
-        (hf.LFM2_MOE,),
+        (families.LFM2_MOE,),
         source="the transformers class",
         bias="expert_bias [E], where use_expert_bias is true",
         gate="all in the dtype of x, but for the float32 bias added to the rounded scores",
@@ -354,7 +354,7 @@ mistral_4 = _preset(
         "mistral_4",
         "Mistral-Small-4",
         {"num_experts": 128, "top_k": 4, "eps": 1e-20},
-        (hf.MISTRAL4,),
+        (families.MISTRAL4,),
         source="the transformers class",
         outside=SHARED,
         gate="all in the dtype of x: scores, group sums and weights are each rounded to it",
@@ -366,7 +366,7 @@ hunyuan = _preset(
         "hunyuan",
         "Hunyuan-A13B",
         {"num_experts": 64, "top_k": 8},
-        (hf.HUNYUAN_V1_MOE,),
+        (families.HUNYUAN_V1_MOE,),
         source="the transformers class",
         outside="a shared MLP sees every token and is added to the routed sum",
         gate="all in float32 where the gate is float32, weights rounded to the dtype of the logits",

@@ -12,17 +12,20 @@ from duomoe.presets import MODELS, Model
 FORMULAS = {
     "num_experts": "E; logits z[T, E]",
     "top_k": "K experts per token",
-    "score": "s = softmax(z), sigmoid(z) or sqrt(softplus(z)), over all E experts",
-    "score_scope": '"selected": s = softmax over the K selected logits',
-    "select_on": "experts are ranked by v = s + bias, or v = z + bias",
+    "score": 's = "softmax", "sigmoid" or "sqrtsoftplus" of z over all E experts, '
+    "sqrtsoftplus(z) = sqrt(log(1 + e^z))",
+    "score_scope": '"all"; "selected": s = softmax over the K selected logits',
+    "select_on": 'experts are ranked by "score", v = s + bias, or by "logit", v = z + bias',
     "num_groups": "G groups of E / G neighbouring experts",
     "group_top_k": "groups that stay; experts of the others cannot be selected",
     "group_score_k": "a group's value = sum of its `group_score_k` largest v",
-    "normalize": "w = s / (sum of the selected s); False: w = s",
+    "normalize": "True: w = s / (sum of the selected s); False: w = s; "
+    '"if_k_gt_1": True unless K = 1',
     "eps": "joins that sum as `eps_mode` says",
     "eps_mode": '"add": s / (sum + eps); "clamp": s / max(sum, eps)',
     "scale": "w is multiplied by it",
-    "counts": "which routing the load-balancing loss counts; no influence on ids and weights",
+    "counts": 'what the load-balancing loss counts: the "actual" routing, or an "unbiased" '
+    "plain top-K without bias and groups; no influence on ids and weights",
 }
 
 TOP = """# Describing a router
@@ -122,7 +125,8 @@ model does. The models' own code:
 
 `tests/test_transformers.py` runs every router class named above from transformers 5.24 and compares
 ids, weights and gradients of the logits with both front ends, from the same logits, on small sizes
-and on the released ones.
+and on the released ones. Kimi-K2 and Kimi-K3 have no class of their own there: DeepSeek-V3's and
+Kimi-Linear's, which have the same router, stand for them.
 
 | the model's gate | weights | gradients |
 |---|---|---|

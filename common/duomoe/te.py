@@ -102,6 +102,16 @@ class RouterFunctions(BalanceFunctions):
         if (kept := _positive("group_topk", group_topk)) is not None:
             num_groups = arguments.integer("num_groups", num_groups, 1, experts)
             arguments.integer("group_topk", kept, 1, num_groups)
+            if experts % num_groups:
+                raise ValueError(
+                    f"the experts of logits ({experts}) must be a multiple of num_groups "
+                    f"({num_groups})"
+                )
+            if kept * (experts // num_groups) < topk:
+                raise ValueError(
+                    f"group_topk = {kept} groups hold {kept * (experts // num_groups)} experts, "
+                    f"fewer than topk = {topk}"
+                )
             if topk % kept:
                 raise ValueError(f"topk ({topk}) must be a multiple of group_topk ({kept})")
             groups = {
@@ -157,8 +167,12 @@ class RouterFunctions(BalanceFunctions):
         config = self._config(
             experts, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score
         )
+        if expert_bias is not None:
+            expert_bias = self._bias(expert_bias, "expert_bias")
+            arguments.shape("expert_bias", expert_bias.shape, (experts,), "E")
         if topk_indices is not None:
             self._check_index_buffer(topk_indices, (*leading, config.top_k), experts)
+        bins = None
         balancing = (qb_histogram, qb_bin_bounds, qb_histogram_mode)
         if any(x is not None for x in balancing):
             if any(x is None for x in balancing):
@@ -167,7 +181,24 @@ class RouterFunctions(BalanceFunctions):
                 )
             qb_histogram = self._check_histogram(qb_histogram, experts)
             member("qb_histogram_mode", qb_histogram_mode, QBHistogramMode)
-
+            if config.num_groups > 1:
+                raise ValueError(
+                    "quantile balancing (qb_histogram) is defined without groups, got "
+                    f"num_groups = {num_groups}, group_topk = {group_topk}"
+                )
+            if config.top_k == experts:
+                raise ValueError(
+                    f"topk must be below the number of experts with qb_histogram, got {experts}"
+                )
+            bins = self._quantile_call(
+                flat,
+                config,
+                expert_bias,
+                None,
+                qb_bin_bounds,
+                qb_histogram.shape[1],
+                "qb_bin_bounds",
+            )
         self._frontend.check_device(
             "fused_topk_with_score_function",
             {
@@ -181,20 +212,15 @@ class RouterFunctions(BalanceFunctions):
         routing = self.route(flat, config, bias=expert_bias)
         attributes = {"num_experts": experts, "probs_dtype": self._frontend.dtype(flat)}
         (probs,) = self._call("scatter_weights", (routing.weights, routing.indices), attributes)
+        counts = None if bins is None else self._call("count_quantile_bins", *bins)[1]
+        # The caller's buffers come last, ids before counts, which must not be added twice.
         if topk_indices is not None:
             chosen = self._split_leading(routing.indices, leading)
             output = self._frontend.write(topk_indices, chosen)
         else:
             output = self._split_leading(self._map(routing.indices, experts, layout), leading)
-        if qb_histogram is not None:
-            bins = self.count_quantile_bins(
-                flat,
-                config,
-                bias=expert_bias,
-                bounds=qb_bin_bounds,
-                num_bins=qb_histogram.shape[1],
-            )
-            qb_histogram = self._frontend.accumulate(qb_histogram, bins.counts)
+        if counts is not None:
+            qb_histogram = self._frontend.accumulate(qb_histogram, counts)
         return self._split_leading(probs, leading), output, qb_histogram
 
     @staticmethod

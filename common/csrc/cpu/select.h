@@ -54,28 +54,20 @@ class Selector {
       std::partial_sort(best, best + group_score_k_, best + group_size_, std::greater<>());
       float sum = math::value_of_key(best[0]);  // largest first
       for (int64_t i = 1; i < group_score_k_; ++i) sum += math::value_of_key(best[i]);
-      order_[g] = composite(math::order_key(sum), g);
+      order_[g] = math::composite(math::order_key(sum), g);
     }
     std::partial_sort(order_.begin(), order_.begin() + kept_, order_.end(), std::greater<>());
     std::sort(order_.begin(), order_.begin() + kept_,
-              [](uint64_t a, uint64_t b) { return position_of(a) < position_of(b); });
+              [](uint64_t a, uint64_t b) { return math::id_of(a) < math::id_of(b); });
     int64_t count = 0;
     for (int64_t i = 0; i < kept_; ++i) {
-      const int64_t first = position_of(order_[i]) * group_size_;
+      const int64_t first = math::id_of(order_[i]) * group_size_;
       for (int64_t e = first; e < first + group_size_; ++e, ++count) {
         kept_keys_[count] = keys[e];
         kept_ids_[count] = static_cast<int32_t>(e);
       }
     }
     std::fill(kept_keys_ + count, kept_keys_ + padded(count), 0);
-  }
-
-  // One number whose order is (key descending, position ascending) when sorted from large to small.
-  static uint64_t composite(uint32_t key, int64_t position) {
-    return (static_cast<uint64_t>(key) << 32) | (0xffffffffu - static_cast<uint32_t>(position));
-  }
-  static int32_t position_of(uint64_t composite) {
-    return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(composite));
   }
 
   // The positions of the top_k best of n keys; `keys` is padded with 0.
@@ -89,22 +81,22 @@ class Selector {
     int64_t count = 0;
     for (int64_t e = 0; e < n; ++e) {
       if (count == k && keys[e] <= static_cast<uint32_t>(best[count - 1] >> 32)) continue;
-      const uint64_t item = composite(keys[e], e);
+      const uint64_t item = math::composite(keys[e], e);
       int64_t at = count < k ? count++ : count - 1;
       for (; at > 0 && best[at - 1] < item; --at) best[at] = best[at - 1];
       best[at] = item;
     }
-    for (int64_t i = 0; i < k; ++i) positions[i] = position_of(best[i]);
+    for (int64_t i = 0; i < k; ++i) positions[i] = math::id_of(best[i]);
   }
 
   void take_many(const uint32_t* keys, int64_t n, int64_t k, int32_t* positions) {
     order_.resize(n);
-    for (int64_t e = 0; e < n; ++e) order_[e] = composite(keys[e], e);
+    for (int64_t e = 0; e < n; ++e) order_[e] = math::composite(keys[e], e);
     if (k < n) {
       std::nth_element(order_.begin(), order_.begin() + k, order_.end(), std::greater<>());
     }
     std::sort(order_.begin(), order_.begin() + k, std::greater<>());
-    for (int64_t i = 0; i < k; ++i) positions[i] = position_of(order_[i]);
+    for (int64_t i = 0; i < k; ++i) positions[i] = math::id_of(order_[i]);
   }
 
   int64_t experts_, top_k_, groups_, group_size_, kept_, group_score_k_;

@@ -77,7 +77,7 @@ struct SimdLoops {
   bool (*keep_groups)(const uint32_t* keys, int64_t groups, int64_t size, int64_t best,
                       int64_t kept, uint32_t* scratch, uint32_t* kept_keys, int32_t* kept_ids);
   // ids[k] of the k <= kMaxTop largest of n >= k keys, by (key descending, id ascending). False,
-  // and nothing written, where too many keys are equal. scratch holds padded(n) + kLanes elements.
+  // and no id written, where too many keys are equal. scratch holds padded(n) + kLanes elements.
   bool (*top)(const uint32_t* keys, int64_t n, int64_t k, int32_t* scratch, int32_t* ids);
 
   // The weights of a token's slots before `scale`; slots of an id outside [0, E) get 0.

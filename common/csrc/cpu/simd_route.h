@@ -46,7 +46,8 @@ DUOMOE_INLINE float lane_sum(int64_t n, F f) {
   return add_lanes(lane);
 }
 
-// The largest and the smallest of n logits, -inf and inf where there is none but NaN.
+// The largest and the smallest of n logits, -inf and inf where there is none but NaN. The padding
+// is -inf, so that a padded row never counts as one of normal exponentials.
 struct Range {
   float peak, low;
 };

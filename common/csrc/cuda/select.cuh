@@ -20,13 +20,8 @@ __device__ inline void write_keys(int experts, F value, uint32_t* keys) {
   __syncwarp();
 }
 
-// One number whose order is (key descending, id ascending) from large to small.
-__device__ inline uint64_t composite(uint32_t key, int64_t id) {
-  return (static_cast<uint64_t>(key) << 32) | (0xffffffffu - static_cast<uint32_t>(id));
-}
-__device__ inline int32_t id_of(uint64_t composite) {
-  return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(composite));
-}
+using math::composite;
+using math::id_of;
 
 // The best of [begin, end) among those that come after `previous`.
 __device__ inline uint64_t next_best(const uint32_t* keys, int begin, int end, uint64_t previous) {

@@ -161,6 +161,14 @@ DUOMOE_FN float value_of_key(uint32_t key) {
   return float_of(key ^ (~sign | 0x80000000u));
 }
 
+// One number whose order from large to small is (key descending, id ascending): the tie rule.
+DUOMOE_FN uint64_t composite(uint32_t key, int64_t id) {
+  return (static_cast<uint64_t>(key) << 32) | (0xffffffffu - static_cast<uint32_t>(id));
+}
+DUOMOE_FN int32_t id_of(uint64_t composite) {
+  return static_cast<int32_t>(0xffffffffu - static_cast<uint32_t>(composite));
+}
+
 // --- 16-bit floats -----------------------------------------------------------------------------
 
 struct BFloat16 {
