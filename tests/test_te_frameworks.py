@@ -150,7 +150,7 @@ def test_jax_exports_with_symbolic_tokens(rng) -> None:
 
     def f(z):
         probs, packed = module.fused_topk_with_score_function(z, 2, routing_map_format=1)
-        _, scores = module.fused_compute_score_for_moe_aux_loss(z, 2)
+        _, scores = module.fused_compute_score_for_moe_aux_loss(z, 2, "softmax")
         return probs, packed, module.fused_moe_aux_loss(scores, np.ones(8, "f4"), 2, 1.0)
 
     (tokens,) = export.symbolic_shape("T")

@@ -23,6 +23,8 @@ __all__ = [
 
 _functions = RouterFunctions(TorchFrontEnd())
 
+fused_compute_score_for_moe_aux_loss = _functions.fused_compute_score_for_moe_aux_loss
+
 
 def fused_topk_with_score_function(
     logits: torch.Tensor,
@@ -74,7 +76,9 @@ def fused_topk_with_score_function(
         ValueError, TypeError: on a shape, dtype or option that does not fit.
     """
     if compute_aux_scores:
-        return _functions.score_dense(logits, topk, score_function, routing_map_format)[::-1]
+        return fused_compute_score_for_moe_aux_loss(
+            logits, topk, score_function, routing_map_format
+        )[::-1]
     return _functions.route_dense(
         logits,
         topk,
@@ -90,32 +94,6 @@ def fused_topk_with_score_function(
         qb_bin_bounds,
         qb_histogram_mode,
     )[:2]
-
-
-def fused_compute_score_for_moe_aux_loss(
-    logits: torch.Tensor,
-    topk: int,
-    score_function: str | int | ScoreFunction,
-    routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scores over all experts and the plain top-K that an auxiliary loss counts.
-
-    Without bias, groups and scale: softmax(z), or s / sum(s) for the other scores, also for K = 1.
-
-    Args:
-        logits: [..., E] float32, bfloat16 or float16; leading axes are tokens.
-        topk: K.
-        score_function: "softmax", "sigmoid", "sqrtsoftplus" or a ScoreFunction.
-        routing_map_format: "bytemap", "bitmap_u8" or a RoutingMapFormat.
-
-    Returns:
-        routing map: bool [..., E] or uint8 [..., ceil(E / 8)].
-        scores: [..., E] float32; differentiable.
-
-    Raises:
-        ValueError, TypeError: on a shape, dtype or option that does not fit.
-    """
-    return _functions.score_dense(logits, topk, score_function, routing_map_format)
 
 
 def fused_moe_aux_loss(

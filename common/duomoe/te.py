@@ -245,10 +245,31 @@ class RouterFunctions(BalanceFunctions):
             raise TypeError(f"qb_histogram must be int32, got {dtype}")
         return histogram
 
-    def score_dense(
-        self, logits: Array, topk: int, score_function: Any, routing_map_format: Any
+    def fused_compute_score_for_moe_aux_loss(
+        self,
+        logits: Array,
+        topk: int,
+        score_function: str | int | ScoreFunction,
+        routing_map_format: str | int | RoutingMapFormat = RoutingMapFormat.BYTEMAP,
     ) -> tuple[Array, Array]:
-        """(routing map, scores [..., E] float32)."""
+        """The scores over all experts and the plain top-K that an auxiliary loss counts.
+
+        Without bias, groups and scale: softmax(z), or s / sum(s) for the other scores, also for
+        K = 1.
+
+        Args:
+            logits: [..., E] float32, bfloat16 or float16; leading axes are tokens.
+            topk: K.
+            score_function: "softmax", "sigmoid", "sqrtsoftplus" or a ScoreFunction.
+            routing_map_format: "bytemap", "bitmap_u8" or a RoutingMapFormat.
+
+        Returns:
+            routing map: bool [..., E] or uint8 [..., ceil(E / 8)].
+            scores: [..., E] float32; differentiable.
+
+        Raises:
+            ValueError, TypeError: on a shape, dtype or option that does not fit.
+        """
         score = member("score_function", score_function, ScoreFunction)
         layout = member("routing_map_format", routing_map_format, RoutingMapFormat)
         flat = self._flat_logits(logits)
