@@ -4,7 +4,7 @@ BIN := .venv/bin
 # For .venv, CUDA kernels are built only where a GPU is visible, so that nobody waits for kernels that
 # cannot run. `make cuda-check` compiles them anywhere; `make wheel` builds them wherever nvcc is found.
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo auto || echo 0)
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -m 'not slow'
 
 NATIVE := $(shell find common/csrc jax_frontend/csrc torch_frontend/csrc -type f)
 CPP := $(filter %.h %.cc %.cu %.cuh,$(NATIVE)) $(wildcard tests/native/*.cc)
