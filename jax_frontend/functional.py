@@ -120,8 +120,7 @@ def update_expert_bias_by_quantile(
 
     decay * bias + (1 - decay) * (the K/E quantile of the expert's bins, linear within a bin), less
     the mean over the experts (quantile balancing). An expert without counts enters with its old
-    bias. To be
-    called between steps, in training only; without a gradient.
+    bias. To be called between steps, in training only; without a gradient.
 
     Args:
         bias: [E] float32.

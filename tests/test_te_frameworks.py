@@ -176,3 +176,19 @@ def test_jax_counts_that_change_do_not_compile_anew(rng, caplog) -> None:
         assert not [r for r in caplog.records if "Compiling" in r.message]
         module.fused_moe_aux_loss(probs, np.ones(8, "f4"), 2, 2.0, total_num_tokens=7)
     assert [r for r in caplog.records if "Compiling" in r.message]
+
+
+def test_torch_exports_with_symbolic_tokens(rng) -> None:
+    """The token count of a shape, symbolic, in either mode of torch.export."""
+    from torch_frontend import te as module
+
+    class Loss(torch.nn.Module):
+        def forward(self, p):
+            return module.fused_moe_aux_loss(p, torch.ones(8), p.shape[0], 8, 2, 0.1)
+
+    p = torch.from_numpy(rng.random((6, 8)).astype("f4"))
+    for strict in (True, False):
+        tokens = {0: torch.export.Dim("tokens", min=2, max=100)}
+        program = torch.export.export(Loss(), (p,), dynamic_shapes=(tokens,), strict=strict)
+        for given in (p, p[:3], torch.cat([p, p])):
+            assert torch.equal(program.module()(given), Loss()(given))

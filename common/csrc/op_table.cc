@@ -270,8 +270,7 @@ std::vector<OpSpec> make_table() {
       .name = "aux_loss",
       .summary = "coeff * num_experts / (top_k n^2) * sum_c expert_loads[c] * sum_t probs[t, c], n "
                  "being num_tokens as float32, or live_tokens where it is given, and the columns c "
-                 "the experts of "
-                 "one or several sequences; 0 without tokens.",
+                 "the experts of one or several sequences; 0 without tokens.",
       .inputs = {{"probs", "T N", "<x>"},
                  {"expert_loads", "N", "float32"},
                  {"live_tokens", "", "float32", kOptional}},

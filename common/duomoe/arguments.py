@@ -26,17 +26,22 @@ def _shown(value: Any) -> str:
     return type(value).__name__ if hasattr(value, "shape") else repr(value)
 
 
+def is_integer(value: Any) -> bool:
+    """Whether it is an int, NumPy's or torch's symbolic one, and no bool."""
+    symbolic = type(value).__name__ == "SymInt"
+    return symbolic or (isinstance(value, (int, np.integer)) and not isinstance(value, bool))
+
+
 def integer(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """A static int; NumPy's become Python's, torch's symbolic ones stay as they are."""
+    if not is_integer(value):
+        raise TypeError(f"{name} must be an int, got {_shown(value)}")
     if isinstance(value, np.integer):
         value = int(value)
-    symbolic = type(value).__name__ == "SymInt"
-    if isinstance(value, bool) or not (isinstance(value, int) or symbolic):
-        raise TypeError(f"{name} must be an int, got {_shown(value)}")
     if (low is not None and value < low) or (high is not None and value > high):
         bound = f"between {low} and {high}" if high is not None else f"at least {low}"
         raise ValueError(f"{name} must be {bound}, got {value}")
-    if not symbolic and value > INT64_MAX:
+    if isinstance(value, int) and value > INT64_MAX:
         raise ValueError(f"{name} must stay below 2^63, got {value}")
     return value
 

@@ -143,8 +143,7 @@ What differs, and why:
 
 - **Ties.** `torch.topk` leaves open which of two equal values it takes, and in what order. Here the
   lower id is first, so that a recomputation, the other framework and the GPU select the same. In
-  bfloat16 ties are common: in these tests at least 3% of the tokens of a 128-expert router with K =
-  8 hang on one.
+  bfloat16 ties are common.
 - **Order.** Some models ask `torch.topk` for unsorted ids (DeepSeek, GLM, Kimi, MiniMax-M2,
   Mistral-4). Here ids fall by selection value.
 - **Scores in bfloat16.** DeepSeek-V4, LFM2 and Mistral-4 round scores to the gate's dtype before

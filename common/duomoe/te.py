@@ -14,8 +14,6 @@ from __future__ import annotations
 import enum
 from typing import Any, TypeVar
 
-import numpy as np
-
 from duomoe import arguments
 from duomoe.balance import BalanceFunctions
 from duomoe.config import RouterConfig
@@ -310,24 +308,27 @@ class RouterFunctions(BalanceFunctions):
         loads = self._frontend.check_array("tokens_per_expert", tokens_per_expert)
         arguments.shape("tokens_per_expert", loads.shape, (columns,), "E or S * E")
         loads = self._counts("tokens_per_expert", loads, FLOAT_DTYPES)
-        if total_num_tokens is None:
-            total_num_tokens = tokens
-        elif isinstance(total_num_tokens, (int, np.integer)):
-            total_num_tokens = arguments.integer("total_num_tokens", total_num_tokens, 0)
+        if total_num_tokens is None or arguments.is_integer(total_num_tokens):
+            count = tokens
+            if total_num_tokens is not None:
+                count = arguments.integer("total_num_tokens", total_num_tokens, 0)
+            live = self._frontend.count(count)
+            attributes["num_tokens"] = count if live is None else 0
         else:
-            if not hasattr(total_num_tokens, "shape"):
-                raise TypeError(
-                    "total_num_tokens must be an int or an integer array of rank 0, got "
-                    f"{type(total_num_tokens).__name__}"
-                )
-            total_num_tokens = self._frontend.check_array("total_num_tokens", total_num_tokens)
-            arguments.shape("total_num_tokens", total_num_tokens.shape, (), "")
-            live = self._counts("total_num_tokens", total_num_tokens, ())
-            return self._aux_loss(probs, loads, live, attributes)
-        live = self._frontend.count(total_num_tokens)
-        if live is None:
-            attributes["num_tokens"] = total_num_tokens
-        return self._aux_loss(probs, loads, live, attributes)
+            live = self._live_tokens(total_num_tokens)
+        (loss,) = self._call("aux_loss", (probs, loads, live), attributes)
+        return self._frontend.cast(loss, self._frontend.dtype(probs))
+
+    def _live_tokens(self, total: Any) -> Array:
+        """A count that is known on the device, as float32 of rank 0."""
+        if not hasattr(total, "shape"):
+            raise TypeError(
+                "total_num_tokens must be an int or an integer array of rank 0, got "
+                f"{type(total).__name__}"
+            )
+        total = self._frontend.check_array("total_num_tokens", total)
+        arguments.shape("total_num_tokens", total.shape, (), "")
+        return self._counts("total_num_tokens", total, ())
 
     def _counts(self, name: str, value: Array, floats: tuple[str, ...]) -> Array:
         """Integers of any size as float32."""
@@ -336,9 +337,3 @@ class RouterFunctions(BalanceFunctions):
             allowed = "integers" + (f", {', '.join(floats)}" if floats else "")
             raise TypeError(f"{name} must be {allowed}, got {dtype}")
         return self._frontend.cast(self._frontend.stop_gradient(value), "float32")
-
-    def _aux_loss(
-        self, probs: Array, loads: Array, live: Array | None, attributes: dict[str, Any]
-    ) -> Array:
-        (loss,) = self._call("aux_loss", (probs, loads, live), attributes)
-        return self._frontend.cast(loss, self._frontend.dtype(probs))

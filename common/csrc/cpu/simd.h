@@ -58,8 +58,6 @@ struct SimdLoops {
 
   void (*load)(DType dtype, const void* from, float* to, int64_t n);
   void (*store)(DType dtype, const float* from, void* to, int64_t n);
-  // Rounds to a 16-bit type and back; leaves float32 alone.
-  void (*round_to)(DType dtype, float* values, int64_t n);
 
   void (*row_scores)(DType dtype, const void* logits, RouteRow& row);
   void (*add_shares)(const float* shares, float share, int64_t n, float* sums);  // sums += P

@@ -18,6 +18,7 @@ void store(DType dtype, const float* from, void* to, int64_t n) {
   });
 }
 
+// Rounds to a 16-bit type and back; leaves float32 alone.
 void round_to(DType dtype, float* values, int64_t n) {
   if (dtype == DType::kFloat32) return;
   with_type(dtype, [=]<typename T>(T) {
@@ -215,7 +216,6 @@ constexpr SimdLoops loops() {
   return {kTileRows,
           load,
           store,
-          round_to,
           row_scores,
           add_shares,
           row_gradient,
