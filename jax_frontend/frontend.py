@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,6 +96,22 @@ class JaxFrontEnd:
     def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`x` twice, its cotangents joined by the core."""
         return transforms.fork(x)
+
+    def join(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The core's sum of two tensors."""
+        return transforms.join(a, b)
+
+    def where(self, mask: jax.Array, a: jax.Array, b: Any) -> jax.Array:
+        """`a` for the tokens of mask[T], `b` for the others."""
+        return jnp.where(mask[:, None], a, b)
+
+    def zero(self, like: jax.Array) -> jax.Array:
+        """A float32 0 of rank 0."""
+        return jnp.zeros((), jnp.float32)
+
+    def recompute(self, f: Callable[..., jax.Array], *arrays: jax.Array | None) -> jax.Array:
+        """f(*arrays), run again by the backward pass."""
+        return jax.checkpoint(f)(*arrays)
 
     def all_sum(self, x: jax.Array, over: Any) -> jax.Array:
         """The sum over mesh axes, inside shard_map."""

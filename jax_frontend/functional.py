@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from duomoe.balance import BalanceFunctions
 from duomoe.block import BlockFunctions
-from duomoe.config import RouterConfig
+from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import Array, MoEOutput, MoEParams, QuantileBins, Routing
 
 from jax_frontend.frontend import JaxFrontEnd
@@ -23,7 +23,11 @@ permute = _functions.permute
 combine = _functions.combine
 grouped_matmul = _functions.grouped_matmul
 gate = _functions.gate
-swiglu = _functions.swiglu
+activate = _functions.activate
+glu = _functions.glu
+scale_rows = _functions.scale_rows
+count_mismatches = _functions.count_mismatches
+moe_from_routing = _functions.moe_from_routing
 
 _balance = BalanceFunctions(JaxFrontEnd())
 
@@ -146,15 +150,21 @@ def moe(
     *,
     token_mask: Array | None = None,
     indices: Array | None = None,
+    replay_mask: Array | None = None,
+    compare: bool = False,
     num_sequences: int = 1,
+    experts: ExpertConfig | None = None,
     capacity: int | None = None,
     drop_order: Literal["position", "weight"] = "position",
     alignment: int = 1,
     max_rows: int | None = None,
     gate_dtype: str = "float32",
+    load_balancing_coeff: float = 0.0,
+    z_loss_coeff: float = 0.0,
+    recompute: bool = False,
     axis_name: Any = None,
 ) -> MoEOutput:
-    """Gate, router, dispatch, SwiGLU experts and combine.
+    """Gate, router, dispatch, experts and combine.
 
     Args:
         x: [..., D] float32, bfloat16 or float16; leading axes are tokens.
@@ -162,12 +172,19 @@ def moe(
         config: RouterConfig.
         token_mask: [...] bool; see route.
         indices: [..., K] integers; see route.
+        replay_mask: [...] bool; see route.
+        compare: see route.
         num_sequences: see route.
+        experts: ExpertConfig; None for its defaults, SwiGLU.
         capacity: see plan_dispatch, as drop_order, alignment and max_rows.
         drop_order: see plan_dispatch.
         alignment: see plan_dispatch.
         max_rows: see plan_dispatch.
         gate_dtype: see gate.
+        load_balancing_coeff: factor of the load-balancing loss in aux_loss.
+        z_loss_coeff: factor of the z loss in aux_loss.
+        recompute: keep no rows in expert order for the backward pass, which permutes and runs the
+            experts again.
         axis_name: see load_balancing_loss.
 
     Returns:
@@ -183,11 +200,17 @@ def moe(
         config,
         token_mask=token_mask,
         indices=indices,
+        replay_mask=replay_mask,
+        compare=compare,
         num_sequences=num_sequences,
+        experts=experts,
         capacity=capacity,
         drop_order=drop_order,
         alignment=alignment,
         max_rows=max_rows,
         gate_dtype=gate_dtype,
+        load_balancing_coeff=load_balancing_coeff,
+        z_loss_coeff=z_loss_coeff,
+        recompute=recompute,
         over=axis_name,
     )

@@ -373,7 +373,6 @@ def _apply(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[s
 @functools.lru_cache(maxsize=4096)
 def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
     op, values = TABLE[name], dict(attributes)
-    kept = op.residuals
 
     @jax.custom_vjp
     def function(*inputs: jax.Array | None) -> Arrays:
@@ -383,6 +382,7 @@ def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
         outputs = function(*inputs)
         pool = {"input": inputs, "output": outputs}
         static = _Static(tuple(None if x is None else _Primal.of(x) for x in inputs))
+        kept = op.gradient_plan(tuple(x is not None for x in inputs)).residuals
         return outputs, (tuple(pool[kind][i] for kind, i in kept), static)
 
     def backward(residuals: Any, cotangents: Arrays) -> tuple[Any, ...]:
@@ -392,11 +392,12 @@ def _differentiable(name: str, attributes: Attributes) -> Callable[..., Arrays]:
                     f"duomoe: output {spec.name} of {name} is an integer and takes no cotangent "
                     f"(float0), got {cotangent.dtype}"
                 )
-        saved = dict(zip(kept, residuals[0], strict=True))
         primals = residuals[1].primals
+        plan = op.gradient_plan(tuple(p is not None for p in primals))
+        saved = dict(zip(plan.residuals, residuals[0], strict=True))
         dtypes = [None if p is None else p.dtype for p in primals]
         gradients: list[Any] = [None] * len(op.inputs)
-        for step in op.gradient_steps:
+        for step in plan.steps:
             inputs = [
                 cotangents[i] if kind == "grad" else saved[kind, i] for kind, i in step.sources
             ]
@@ -446,3 +447,20 @@ def _fork_backward(_: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[ja
 
 
 fork.defvjp(lambda x: ((x, x), None), _fork_backward)
+
+
+@jax.custom_vjp
+def join(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The core's sum of two tensors."""
+    return _apply(TABLE["add"], (a, b), {})[0]
+
+
+def _join_forward(a: jax.Array, b: jax.Array) -> tuple[jax.Array, _Static]:
+    return join(a, b), _Static((_Primal.of(a), _Primal.of(b)))
+
+
+def _join_backward(static: _Static, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_like(cotangent, primal) for primal in static.primals if primal is not None)
+
+
+join.defvjp(_join_forward, _join_backward)

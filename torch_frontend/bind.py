@@ -38,7 +38,7 @@ def call(
     op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """Run an op; the result is a tuple, of one output too."""
-    if not _transforming():
+    if not transforming():
         return _call_operator(op, inputs, attributes)
     result = _function(op.name).apply(*inputs, *op.attribute_values(attributes))
     return result if isinstance(result, tuple) else (result,)
@@ -51,7 +51,7 @@ def _call_operator(
     return result if isinstance(result, tuple) else (result,)
 
 
-def _transforming() -> bool:
+def transforming() -> bool:
     """Inside torch.func's transforms or forward-mode AD.
 
     What torch.library.register_autograd makes does not work under torch.func, and drops tangents
@@ -101,14 +101,13 @@ Backward = Callable[..., Any]
 
 def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
     """setup_context and backward of an op with a gradient."""
-    steps = op.gradient_steps
-    kept = op.residuals
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         tensors, ctx.attributes = _split(op, inputs)
         outputs = output if isinstance(output, tuple) else (output,)
         pool = {"input": tensors, "output": outputs}
-        ctx.save_for_backward(*(pool[kind][i] for kind, i in kept))
+        ctx.plan = op.gradient_plan(tuple(t is not None for t in tensors))
+        ctx.save_for_backward(*(pool[kind][i] for kind, i in ctx.plan.residuals))
         ctx.input_shapes, ctx.input_dtypes = _shapes(tensors)
         ctx.output_kinds = [(o.shape, o.dtype, o.device) for o in outputs]
         integers = [o for o, spec in zip(outputs, op.outputs, strict=True) if not spec.is_float]
@@ -117,7 +116,7 @@ def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        saved = dict(zip(kept, ctx.saved_tensors, strict=True))
+        saved = dict(zip(ctx.plan.residuals, ctx.saved_tensors, strict=True))
 
         def fetch(source: tuple[str, int]) -> torch.Tensor | None:
             kind, i = source
@@ -129,7 +128,7 @@ def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         result: list[Any] = [None] * (len(op.inputs) + len(op.attributes))
-        for step in steps:
+        for step in ctx.plan.steps:
             if not any(ctx.needs_input_grad[i] for i in step.targets):
                 continue
             attributes = op.gradient_attributes(step, ctx.attributes, ctx.input_dtypes)

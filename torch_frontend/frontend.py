@@ -5,10 +5,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from duomoe import ops
 
 from torch_frontend import bind
@@ -40,6 +41,33 @@ class _Fork(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None], x: torch.Tensor) -> Any:
         return _Fork.apply(x), (in_dims[0], in_dims[0])
+
+
+class _Join(torch.autograd.Function):
+    """The core's sum of two tensors."""
+
+    @staticmethod
+    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        (total,) = bind.call(TABLE["add"], (a, b), {})
+        return total
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], grads[0]
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, int | None], a: torch.Tensor, b: torch.Tensor
+    ) -> Any:
+        a, b = (
+            x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
+            for x, d in zip((a, b), in_dims, strict=True)
+        )
+        return _Join.apply(a.flatten(0, 1), b.flatten(0, 1)).unflatten(0, a.shape[:2]), 0
 
 
 class _AllSum(torch.autograd.Function):
@@ -144,6 +172,31 @@ class TorchFrontEnd:
     def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` twice, its cotangents joined by the core."""
         return _Fork.apply(x)
+
+    def join(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The core's sum of two tensors."""
+        return _Join.apply(a, b)
+
+    def where(self, mask: torch.Tensor, a: torch.Tensor, b: torch.Tensor | int) -> torch.Tensor:
+        """`a` for the tokens of mask[T], `b` for the others."""
+        return torch.where(mask[:, None], a, b)
+
+    def zero(self, like: torch.Tensor) -> torch.Tensor:
+        """A float32 0 of rank 0, where `like` is."""
+        return torch.zeros((), dtype=torch.float32, device=like.device)
+
+    def recompute(
+        self, f: Callable[..., torch.Tensor], *arrays: torch.Tensor | None
+    ) -> torch.Tensor:
+        """f(*arrays), run again by the backward pass.
+
+        torch.func's transforms cannot recompute: there everything is kept.
+        """
+        if bind.transforming():
+            return f(*arrays)
+        return torch.utils.checkpoint.checkpoint(
+            f, *arrays, use_reentrant=False, preserve_rng_state=False
+        )
 
     def all_sum(self, x: torch.Tensor, over: Any) -> torch.Tensor:
         """The sum over the ranks of a process group."""

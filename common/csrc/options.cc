@@ -85,6 +85,9 @@ Status check_options(const Call& call) {
     return {"the columns (" + text(call.axis('N')) + ") must be a multiple of num_experts (" +
             text(call.integer("num_experts")) + ")"};
   }
+  if (call.has_attribute("limit") && !(call.real("limit") >= 0)) {
+    return {"limit must not be negative, got " + std::to_string(call.real("limit"))};
+  }
   if (call.axis('R') > limit)
     return {"row numbers are int32: rows must stay below 2^31, got " + text(call.axis('R'))};
   return {};

@@ -8,7 +8,7 @@ arguments.
 """
 
 from duomoe import presets
-from duomoe.config import RouterConfig
+from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.library import debug_checks
 from duomoe.results import DispatchPlan, MoEOutput, MoEParams, QuantileBins, Routing
 
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DispatchPlan",
+    "ExpertConfig",
     "MoEOutput",
     "MoEParams",
     "QuantileBins",

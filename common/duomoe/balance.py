@@ -127,7 +127,7 @@ class BalanceFunctions(Functions):
             bias = self._bias(bias)
             arguments.shape("bias", bias.shape, (experts,), "E")
         if token_mask is not None:
-            token_mask = self._mask(token_mask, (tokens,), "T")
+            token_mask = self._mask("token_mask", token_mask, (tokens,), "T")
         lower, upper = self._bounds(bounds, bias, config, bounds_name)
         attributes = {
             "top_k": config.top_k,

@@ -11,13 +11,12 @@ import math
 from typing import Any, Literal
 
 from duomoe import arguments
-from duomoe.config import RouterConfig
-from duomoe.functional import Functions
-from duomoe.ops import FLOAT_DTYPES
-from duomoe.results import Array, MoEOutput, MoEParams
+from duomoe.config import ExpertConfig, RouterConfig
+from duomoe.experts import BlockOptions, ExpertFunctions
+from duomoe.results import Array, MoEOutput, MoEParams, Routing
 
 
-class BlockFunctions(Functions):
+class BlockFunctions(ExpertFunctions):
     """The public functions of one front end, with the block."""
 
     def _moe(
@@ -28,103 +27,160 @@ class BlockFunctions(Functions):
         *,
         token_mask: Array | None,
         indices: Array | None,
+        replay_mask: Array | None,
+        compare: bool,
         num_sequences: int,
-        capacity: int | None,
-        drop_order: Literal["position", "weight"],
-        alignment: int,
-        max_rows: int | None,
-        gate_dtype: str,
+        load_balancing_coeff: float,
+        z_loss_coeff: float,
         over: Any,
+        **options: Any,
     ) -> MoEOutput:
-        # Everything is checked before the first kernel runs.
-        x = self._frontend.check_array("x", x)
-        if len(x.shape) < 1:
-            raise ValueError("x must have shape [..., D], got []")
-        self._float_array("x", x, len(x.shape), "..., D")
-        arguments.record("params", params, MoEParams)
         arguments.record("config", config, RouterConfig)
-        arguments.one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
-        capacity, alignment, max_rows = self._plan_options(
-            capacity, drop_order, alignment, max_rows
+        coefficients = (
+            arguments.number("load_balancing_coeff", load_balancing_coeff),
+            arguments.number("z_loss_coeff", z_loss_coeff),
         )
-        leading, width = tuple(x.shape[:-1]), x.shape[-1]
-        num_sequences = self._num_sequences(num_sequences, math.prod(leading))
-        self._check_params(params, width, config.num_experts)
-        self._num_rows(
-            math.prod(leading) * config.top_k, config.num_experts, capacity, alignment, max_rows
-        )
+        arguments.boolean("compare", compare)
         self._frontend.check_over(over)
-        self._frontend.check_device(
-            "moe",
-            {
-                "x": x,
-                **{f"params.{name}": array for name, array in vars(params).items()},
-                "token_mask": token_mask,
-                "indices": indices,
-            },
+        optional = {"token_mask": token_mask, "indices": indices, "replay_mask": replay_mask}
+        x, leading, arrays, block = self._block_arguments(
+            "moe", x, params, optional, config.num_experts, config.top_k, BlockOptions(**options)
         )
-        if token_mask is not None:
-            token_mask = self._mask(token_mask, leading, "...")
-            token_mask = self._frontend.merge_leading(token_mask, 0)
-        if indices is not None:
-            indices = self._integers("indices", indices)
-            arguments.shape("indices", indices.shape, (*leading, config.top_k), "..., K")
-            indices = self._frontend.merge_leading(indices, 1)
+        num_sequences = self._num_sequences(num_sequences, math.prod(leading))
+        self._check_router(params, x.shape[-1], config.num_experts)
 
-        for_gate, for_rows = self._frontend.fork(self._frontend.merge_leading(x, 1))
+        for_gate, for_experts = self._frontend.fork(self._frontend.merge_leading(x, 1))
         logits = self.gate(
             for_gate,
             params.router,
             params.router_bias,
-            token_mask=token_mask,
-            gate_dtype=gate_dtype,
+            token_mask=arrays["token_mask"],
+            gate_dtype=block.gate_dtype,
         )
         routing = self.route(
             logits,
             config,
             bias=params.expert_bias,
-            indices=indices,
-            token_mask=token_mask,
             num_sequences=num_sequences,
+            compare=compare,
+            **arrays,
         )
-        plan = self.plan_dispatch(
+        y, plan = self._mix(
+            for_experts,
             routing.indices,
+            routing.weights,
+            params,
             config.num_experts,
-            capacity=capacity,
-            drop_order=drop_order,
-            weights=routing.weights if drop_order == "weight" else None,
-            alignment=alignment,
-            max_rows=max_rows,
+            arrays["token_mask"],
+            block,
         )
-        rows_gate, rows_up = self._frontend.fork(self.permute(for_rows, plan))
-        hidden = self.swiglu(
-            self.grouped_matmul(rows_gate, params.w_gate, plan),
-            self.grouped_matmul(rows_up, params.w_up, plan),
-        )
-        y = self.combine(self.grouped_matmul(hidden, params.w_down, plan), plan, routing.weights)
+        everywhere = self._all_sum(routing, over)
         return MoEOutput(
-            output=y.reshape((*leading, width)),
+            output=y.reshape((*leading, x.shape[-1])),
             routing=routing,
-            load_balancing_loss=self._load_balancing_loss(routing, config, 1.0, over),
-            z_loss=self._z_loss(routing, 1.0, over),
+            load_balancing_loss=self._load_balancing_loss(everywhere, config, 1.0, None),
+            z_loss=self._z_loss(everywhere, 1.0, None),
             expert_counts=routing.expert_counts,
             kept_counts=plan.expert_counts,
+            aux_loss=self._aux_loss(everywhere, config, *coefficients),
+            logits=logits,
         )
 
-    def _check_params(self, params: MoEParams, width: int, experts: int) -> None:
-        def check(name: str, letters: str, wanted: tuple[int, ...]) -> Array:
-            array = self._float_array(f"params.{name}", getattr(params, name), len(wanted), letters)
-            given = tuple(n if w < 0 else w for n, w in zip(array.shape, wanted, strict=True))
-            arguments.shape(f"params.{name}", array.shape, given, letters)
-            return array
+    def _check_router(self, params: MoEParams, width: int, experts: int) -> None:
+        router = self._float_array("params.router", params.router, 2, "D, E")
+        arguments.shape("params.router", router.shape, (width, experts), "D, E")
+        for name in ("router_bias", "expert_bias"):
+            if (bias := getattr(params, name)) is not None:
+                bias = self._float_array(f"params.{name}", bias, 1, "E")
+                arguments.shape(f"params.{name}", bias.shape, (experts,), "E")
+        if (bias := params.expert_bias) is not None and self._frontend.dtype(bias) != "float32":
+            dtype = self._frontend.dtype(bias)
+            raise TypeError(f"params.expert_bias must be float32, got {dtype}")
 
-        check("router", "D, E", (width, experts))
-        inner = check("w_gate", "E, D, F", (experts, width, -1)).shape[-1]
-        check("w_up", "E, D, F", (experts, width, inner))
-        check("w_down", "E, F, D", (experts, inner, width))
-        if params.router_bias is not None:
-            check("router_bias", "E", (experts,))
-        if params.expert_bias is not None:
-            bias = check("expert_bias", "E", (experts,))
-            if (dtype := self._frontend.dtype(bias)) != "float32":
-                raise TypeError(f"params.expert_bias must be float32, got {dtype}")
+    def _aux_loss(
+        self, routing: Routing, config: RouterConfig, load_balancing: float, z: float
+    ) -> Array:
+        """Both losses times their coefficients; a plain 0 without any."""
+        terms = []
+        if load_balancing != 0:
+            terms.append(self._load_balancing_loss(routing, config, load_balancing, None))
+        if z != 0:
+            terms.append(self._z_loss(routing, z, None))
+        if not terms:
+            return self._frontend.zero(routing.score_sums)
+        if len(terms) == 1:
+            return terms[0]
+        return self._frontend.join(*(t.reshape((1, 1)) for t in terms)).reshape(())
+
+    def moe_from_routing(
+        self,
+        x: Array,
+        indices: Array,
+        weights: Array,
+        params: MoEParams,
+        *,
+        token_mask: Array | None = None,
+        experts: ExpertConfig | None = None,
+        capacity: int | None = None,
+        drop_order: Literal["position", "weight"] = "position",
+        alignment: int = 1,
+        max_rows: int | None = None,
+        gate_dtype: str = "float32",
+        recompute: bool = False,
+    ) -> MoEOutput:
+        """Dispatch, experts and combine with a routing of the caller's own.
+
+        Args:
+            x: [..., D] float32, bfloat16 or float16; leading axes are tokens.
+            indices: [..., K] integers, expert ids; -1 or an id out of range is an unused slot, the
+                same id twice is two slots. They take no gradient.
+            weights: [..., K] float32, bfloat16 or float16, factors of the experts' outputs (or
+                inputs, by experts.weight_on); not read for unused and dropped slots.
+            params: MoEParams; router, router_bias and expert_bias are not used and may be None.
+            token_mask: [...] bool; a masked token (False) goes to no expert.
+            experts: ExpertConfig; None for its defaults, SwiGLU.
+            capacity: see plan_dispatch, as drop_order, alignment and max_rows.
+            drop_order: see plan_dispatch.
+            alignment: see plan_dispatch.
+            max_rows: see plan_dispatch.
+            gate_dtype: of the product with params.shared_router; see gate.
+            recompute: see moe.
+
+        Returns:
+            MoEOutput, its routing with indices (-1 for masked tokens), float32 weights and
+            expert_counts. What is made from logits is None: losses, statistics and logits.
+            Gradients flow to x, weights and params.
+
+        Raises:
+            ValueError, TypeError: on a shape, dtype or option that does not fit, before any kernel
+                runs.
+        """
+        options = BlockOptions(
+            experts, capacity, drop_order, alignment, max_rows, gate_dtype, recompute
+        )
+        for name, array in (("indices", indices), ("weights", weights)):
+            self._frontend.check_array(name, array)
+        optional = {"token_mask": token_mask, "indices": indices, "weights": weights}
+        x, leading, arrays, options = self._block_arguments(
+            "moe_from_routing", x, params, optional, None, None, options
+        )
+        indices, weights = arrays["indices"], arrays["weights"]
+        if self._frontend.dtype(weights) != "float32":
+            weights = self._frontend.cast(weights, "float32")
+        if token_mask is not None:
+            indices = self._frontend.where(arrays["token_mask"], indices, -1)
+        y, plan = self._mix(
+            self._frontend.merge_leading(x, 1),
+            indices,
+            weights,
+            params,
+            params.w_up.shape[0],
+            arrays["token_mask"],
+            options,
+        )
+        return MoEOutput(
+            output=y.reshape((*leading, x.shape[-1])),
+            routing=Routing(indices=indices, weights=weights, expert_counts=plan.routed_counts),
+            expert_counts=plan.routed_counts,
+            kept_counts=plan.expert_counts,
+        )

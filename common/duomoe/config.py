@@ -1,6 +1,6 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""RouterConfig: the options of a router, validated when it is made."""
+"""RouterConfig and ExpertConfig: options of a router and of its experts, validated when made."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ SELECT_ON = ("score", "logit")
 NORMALIZE = (True, False, "if_k_gt_1")
 EPS_MODES = ("add", "clamp")
 COUNTS = ("actual", "unbiased")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
+WEIGHT_SITES = ("output", "input")
 
 
 def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -187,3 +189,56 @@ class RouterConfig:
         from duomoe import hf  # it needs this module, and the table of presets
 
         return hf.read(config, layer=layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertConfig:
+    """What the experts compute. Frozen, hashable, safe as a static argument.
+
+    With w_gate an expert is a gated linear unit, f(min(gate, limit)) * (clamp(up, -limit, limit) +
+    up_offset) between its products; without, it is f(up). The defaults are SwiGLU.
+
+    Attributes:
+        activation: f: "silu" x sigmoid(alpha x), "gelu", "gelu_tanh" (its approximation by tanh),
+            "relu" or "relu_squared".
+        alpha: of silu.
+        limit: bound of gate (above) and up (both sides), for gated experts; None for none.
+        up_offset: added to up, for gated experts.
+        weight_on: routing weights multiply the experts' "output" in the sum over a token's
+            experts, or their "input".
+
+    Raises:
+        ValueError, TypeError: on an option that is out of range or contradicts another.
+    """
+
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared"] = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    weight_on: Literal["output", "input"] = "output"
+
+    def __post_init__(self) -> None:
+        _choice("activation", self.activation, ACTIVATIONS)
+        _choice("weight_on", self.weight_on, WEIGHT_SITES)
+        for name in ("alpha", "up_offset"):
+            object.__setattr__(self, name, arguments.float32(name, getattr(self, name)))
+        if self.alpha != 1 and self.activation != "silu":
+            raise ValueError(f"alpha is for activation='silu' only, got {self.activation!r}")
+        if self.limit is not None:
+            object.__setattr__(self, "limit", arguments.float32("limit", self.limit))
+            if self.limit <= 0:
+                raise ValueError(f"limit must be above 0 or None, got {self.limit}")
+
+    @property
+    def needs_gate(self) -> bool:
+        """Whether an option is for gated experts only."""
+        return self.limit is not None or self.up_offset != 0
+
+    def glu_attributes(self) -> dict[str, Any]:
+        """The static attributes of the core's `glu` op."""
+        return {
+            "activation": self.activation,
+            "alpha": self.alpha,
+            "limit": self.limit or 0.0,
+            "up_offset": self.up_offset,
+        }

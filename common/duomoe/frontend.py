@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from duomoe.results import Array
@@ -58,6 +58,18 @@ class FrontEnd(Protocol):
 
     def fork(self, x: Array) -> tuple[Array, Array]:
         """`x` twice; the cotangents are joined by the core's `add`, in float32 and rounded once."""
+
+    def join(self, a: Array, b: Array) -> Array:
+        """The core's `add` of two tensors of rank 2; the cotangent goes to both as it is."""
+
+    def where(self, mask: Array, a: Array, b: Array | int) -> Array:
+        """Integers [T, K]: `a` for the tokens of mask[T], `b` for the others."""
+
+    def zero(self, like: Array) -> Array:
+        """A float32 0 of rank 0, where `like` is."""
+
+    def recompute(self, f: Callable[..., Array], *arrays: Array | None) -> Array:
+        """f(*arrays), keeping only the arrays for the backward pass, which runs f again."""
 
     def all_sum(self, x: Array, over: Any) -> Array:
         """The sum over a mesh axis (JAX) or a process group (torch); differentiable."""

@@ -1,46 +1,32 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The public functions, written once over what a front end provides.
+"""The public functions, written once over what a front end provides: the router and its losses.
 
     x[T,D] -> gate                        -> logits[T,E]
       -> route          indices[T,K], weights[T,K], statistics[S,E]
       -> plan_dispatch  row_of_slot[T,K], slot_of_row[R], expert_offsets[E+1], counts[E]
-      -> permute        rows[R,D]         -> grouped_matmul, swiglu, grouped_matmul
+      -> permute        rows[R,D]         -> grouped_matmul, glu, grouped_matmul
       -> combine        y[T,D]
     losses: load_balancing_loss(routing, config), z_loss(routing)
-    bias: update_expert_bias(bias, counts)  (duomoe.balance)
 
-Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product,
-F expert hidden width, R permuted rows, S sequences.
+From plan_dispatch on they are in duomoe.dispatch, the block in duomoe.block, the balancing of
+the experts through their bias in duomoe.balance.
+
+Axis letters: T tokens, E experts, K experts per token, D model width, S sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from duomoe import arguments
-from duomoe.arguments import Record
 from duomoe.config import RouterConfig
 from duomoe.frontend import FrontEnd
 from duomoe.ops import FLOAT_DTYPES, table
-from duomoe.results import Array, DispatchPlan, Routing
+from duomoe.results import Array, Routing
 
 INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
-
-
-def plan_rows(
-    slots: int, num_experts: int, capacity: int | None, alignment: int, max_rows: int | None
-) -> int:
-    """R, the rows that a plan needs in the worst case: every expert's block padded to
-    `alignment`.
-    """
-    rows = slots
-    if alignment > 1:
-        rows = (slots + min(num_experts, slots) * (alignment - 1)) // alignment * alignment
-    if capacity is not None:
-        rows = min(rows, num_experts * (-(-capacity // alignment) * alignment))
-    return rows if max_rows is None else min(rows, max_rows)
 
 
 class Functions:
@@ -65,12 +51,12 @@ class Functions:
             raise TypeError(f"{name} must be float32, bfloat16 or float16, got {dtype}")
         return value
 
-    def _mask(self, token_mask: Any, wanted: Sequence[int], letters: str) -> Array:
-        token_mask = self._frontend.check_array("token_mask", token_mask)
-        arguments.shape("token_mask", token_mask.shape, wanted, letters)
-        if (dtype := self._frontend.dtype(token_mask)) != "bool":
-            raise TypeError(f"token_mask must be bool, got {dtype}")
-        return token_mask
+    def _mask(self, name: str, mask: Any, wanted: Sequence[int], letters: str) -> Array:
+        mask = self._frontend.check_array(name, mask)
+        arguments.shape(name, mask.shape, wanted, letters)
+        if (dtype := self._frontend.dtype(mask)) != "bool":
+            raise TypeError(f"{name} must be bool, got {dtype}")
+        return mask
 
     def _integers(self, name: str, value: Any) -> Array:
         """Integers as int32; one that int32 cannot hold becomes its largest or smallest."""
@@ -93,16 +79,52 @@ class Functions:
         ]
         return self._frontend.call(op, checked, attributes)
 
-    def _record(
-        self, record: type[Record], op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]
-    ) -> Record:
-        """Run an op whose outputs have the names of a record's fields."""
+    def _named(
+        self, op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]
+    ) -> dict[str, Array]:
+        """Run an op; its outputs by name."""
         outputs = self._call(op, inputs, attributes)
-        return record(
-            **{spec.name: out for spec, out in zip(self._table[op].outputs, outputs, strict=True)}
-        )
+        return {spec.name: out for spec, out in zip(self._table[op].outputs, outputs, strict=True)}
 
     # -- router ------------------------------------------------------------------------------------
+
+    def gate(
+        self,
+        x: Array,
+        router: Array,
+        router_bias: Array | None = None,
+        *,
+        token_mask: Array | None = None,
+        gate_dtype: str = "float32",
+    ) -> Array:
+        """The router's product: logits = x . router + router_bias.
+
+        Args:
+            x: [T, D] float32, bfloat16 or float16.
+            router: [D, E] float32, bfloat16 or float16.
+            router_bias: [E] float32, bfloat16 or float16.
+            token_mask: [T] bool; a masked token's logits are 0 and it takes part in no gradient,
+                whatever its x holds.
+            gate_dtype: "float32", "bfloat16" or "float16"; x and router are rounded to it, the sum
+                is float32, the logits are rounded to it.
+
+        Returns:
+            [T, E] in gate_dtype.
+
+        Raises:
+            ValueError, TypeError: on a shape, dtype or option that does not fit.
+        """
+        x = self._array("x", x, 2, "T, D")
+        router = self._array("router", router, 2, "D, E")
+        if router_bias is not None:
+            router_bias = self._array("router_bias", router_bias, 1, "E")
+        if token_mask is not None:
+            token_mask = self._mask("token_mask", token_mask, (x.shape[0],), "T")
+        arguments.one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
+        (logits,) = self._call(
+            "gate", (x, router, router_bias, token_mask), {"gate_dtype": gate_dtype}
+        )
+        return logits
 
     def route(
         self,
@@ -113,6 +135,8 @@ class Functions:
         indices: Array | None = None,
         token_mask: Array | None = None,
         num_sequences: int = 1,
+        replay_mask: Array | None = None,
+        compare: bool = False,
     ) -> Routing:
         """Choose K experts per token and weight them; all arithmetic is float32.
 
@@ -131,6 +155,10 @@ class Functions:
             token_mask: [T] bool; a masked token (False) gets ids -1, weights 0, no count and
                 gradient 0.
             num_sequences: S; the tokens of a sequence are neighbours and T must be divisible by S.
+            replay_mask: [T] bool, with indices only; where it is False, the token selects for
+                itself and its indices do not count.
+            compare: with indices only: select too, and count the tokens and slots that differ
+                (mismatched_tokens, mismatched_slots). This, and replay_mask, cost a second pass.
 
         Returns:
             Routing. Gradients flow to the logits from weights, score_sums and logsumexp_sq.
@@ -150,17 +178,50 @@ class Functions:
         num_sequences = self._num_sequences(num_sequences, tokens)
         if bias is not None:
             bias = self._frontend.stop_gradient(self._array("bias", bias, 1, "E"))
+        compare = arguments.boolean("compare", compare)
         if indices is not None:
             indices = self._integers("indices", indices)
             arguments.shape("indices", indices.shape, (tokens, config.top_k), "T, K")
+        elif replay_mask is not None or compare:
+            name = "compare" if replay_mask is None else "replay_mask"
+            raise ValueError(f"{name} is for given indices only, got indices=None")
         if token_mask is not None:
-            token_mask = self._mask(token_mask, (tokens,), "T")
-        return self._record(
-            Routing,
-            "route",
-            (logits, bias, indices, token_mask, None),
-            config.attributes(num_sequences=num_sequences),
-        )
+            token_mask = self._mask("token_mask", token_mask, (tokens,), "T")
+        if replay_mask is not None:
+            replay_mask = self._mask("replay_mask", replay_mask, (tokens,), "T")
+        attributes = config.attributes(num_sequences=num_sequences)
+        if replay_mask is None and not compare:
+            return Routing(
+                **self._named("route", (logits, bias, indices, token_mask, None), attributes)
+            )
+        alone = self._frontend.stop_gradient(logits)
+        selected = self._named("route", (alone, bias, None, token_mask, None), attributes)[
+            "indices"
+        ]
+        if replay_mask is not None:
+            indices = self._frontend.where(replay_mask, indices, selected)
+        found = self._named("route", (logits, bias, indices, token_mask, None), attributes)
+        counts = self.count_mismatches(found["indices"], selected) if compare else (None, None)
+        return Routing(**found, mismatched_tokens=counts[0], mismatched_slots=counts[1])
+
+    def count_mismatches(self, indices: Array, others: Array) -> tuple[Array, Array]:
+        """Count how far two routings of the same tokens differ; the order of slots does not matter.
+
+        Args:
+            indices: [T, K] integers, expert ids; negative ones are unused slots.
+            others: [T, K] integers.
+
+        Returns:
+            mismatched tokens, those with an expert in one routing that the other lacks, and
+            mismatched slots, those of `indices` that `others` lacks; int32 scalars of rank 0.
+
+        Raises:
+            ValueError, TypeError: on a shape or dtype that does not fit.
+        """
+        indices = self._integers("indices", self._array("indices", indices, 2, "T, K"))
+        others = self._integers("others", self._array("others", others, 2, "T, K"))
+        tokens, slots = self._call("count_mismatches", (indices, others), {})
+        return tokens, slots
 
     def _num_sequences(self, num_sequences: Any, tokens: int) -> int:
         num_sequences = arguments.integer("num_sequences", num_sequences, 1)
@@ -172,6 +233,16 @@ class Functions:
         return num_sequences
 
     # -- losses ------------------------------------------------------------------------------------
+
+    def _all_sum(self, routing: Routing, over: Any) -> Routing:
+        """The routing with statistics of all tokens that are spread over a mesh axis or group."""
+        arguments.record("routing", routing, Routing)
+        self._frontend.check_over(over)
+        if over is None:
+            return routing
+        statistics = ("sequence_counts", "score_sums", "logsumexp_sq", "num_tokens")
+        summed = {n: self._frontend.all_sum(getattr(routing, n), over) for n in statistics}
+        return Routing(**{**vars(routing), **summed})
 
     def _load_balancing_loss(
         self, routing: Routing, config: RouterConfig, coeff: float, over: Any
@@ -207,227 +278,3 @@ class Functions:
             squares, tokens = (self._frontend.all_sum(a, over) for a in (squares, tokens))
         (loss,) = self._call("z_loss", (squares, tokens), {"coeff": coeff})
         return loss
-
-    # -- dispatch ----------------------------------------------------------------------------------
-
-    def plan_dispatch(
-        self,
-        indices: Array,
-        num_experts: int,
-        *,
-        capacity: int | None = None,
-        drop_order: Literal["position", "weight"] = "position",
-        weights: Array | None = None,
-        alignment: int = 1,
-        max_rows: int | None = None,
-    ) -> DispatchPlan:
-        """Order the slots by expert, then token, then slot.
-
-        R is static: T * K, more where `alignment` pads every block, less where `capacity` or
-        `max_rows` bound it. Ids outside [0, E) are unused slots.
-
-        Args:
-            indices: [T, K] integers.
-            num_experts: E.
-            capacity: rows kept per expert; None keeps all.
-            drop_order: which rows a full expert keeps: "position" the first in row order, "weight"
-                those of the largest weights (ties: row order).
-            weights: [T, K] float32, needed by drop_order="weight".
-            alignment: every expert's block starts at a multiple of it.
-            max_rows: upper bound of R, a multiple of `alignment`; rows beyond it are dropped and
-                counted.
-
-        Returns:
-            DispatchPlan; routed_counts - expert_counts are the dropped rows.
-
-        Raises:
-            ValueError, TypeError: on an option, shape or dtype that does not fit.
-        """
-        num_experts = arguments.integer("num_experts", num_experts, 1, arguments.INT32_MAX - 1)
-        options = self._plan_options(capacity, drop_order, alignment, max_rows)
-        if drop_order == "weight" and weights is None:
-            raise ValueError("drop_order='weight' needs weights, got None")
-        indices = self._integers("indices", self._array("indices", indices, 2, "T, K"))
-        if weights is not None:
-            weights = self._frontend.stop_gradient(self._array("weights", weights, 2, "T, K"))
-        num_rows = self._num_rows(indices.shape[0] * indices.shape[1], num_experts, *options)
-        capacity, alignment, _ = options
-        return self._record(
-            DispatchPlan,
-            "plan_dispatch",
-            (indices, weights),
-            {
-                "num_experts": num_experts,
-                "num_rows": num_rows,
-                "capacity": -1 if capacity is None else capacity,
-                "drop_order": drop_order,
-                "alignment": alignment,
-            },
-        )
-
-    def _num_rows(
-        self,
-        slots: int,
-        num_experts: int,
-        capacity: int | None,
-        alignment: int,
-        max_rows: int | None,
-    ) -> int:
-        num_rows = plan_rows(slots, num_experts, capacity, alignment, max_rows)
-        if num_rows > arguments.INT32_MAX:
-            raise ValueError(
-                f"row numbers are int32: the plan must have fewer than 2^31 rows, got {num_rows}; "
-                "lower alignment, or set max_rows"
-            )
-        return num_rows
-
-    def _plan_options(
-        self, capacity: Any, drop_order: Any, alignment: Any, max_rows: Any
-    ) -> tuple[int | None, int, int | None]:
-        """The checked capacity, alignment and max_rows."""
-        arguments.one_of("drop_order", drop_order, ("position", "weight"))
-        alignment = arguments.integer("alignment", alignment, 1, arguments.INT32_MAX)
-        if capacity is not None:
-            capacity = arguments.integer("capacity", capacity, 0)
-        if max_rows is not None:
-            max_rows = arguments.integer("max_rows", max_rows, 0)
-            if max_rows % alignment:
-                raise ValueError(
-                    f"max_rows ({max_rows}) must be a multiple of alignment ({alignment})"
-                )
-        return capacity, alignment, max_rows
-
-    def permute(self, x: Array, plan: DispatchPlan) -> Array:
-        """Copy token rows into expert order.
-
-        rows[r] = x[t] for the slot (t, k) of row r; padding rows are 0.
-
-        Args:
-            x: [T, D] float32, bfloat16 or float16.
-            plan: DispatchPlan of these T tokens.
-
-        Returns:
-            [R, D] in x's dtype. The gradient sums a token's rows in slot order, in float32, and
-            rounds once.
-
-        Raises:
-            ValueError, TypeError: on a shape, dtype or option that does not fit.
-        """
-        arguments.record("plan", plan, DispatchPlan)
-        x = self._array("x", x, 2, "T, D")
-        (rows,) = self._call("permute", (x, plan.row_of_slot, plan.slot_of_row), {})
-        return rows
-
-    def combine(self, rows: Array, plan: DispatchPlan, weights: Array | None = None) -> Array:
-        """Bring rows back to token order.
-
-        y[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]], in float32, in slot order and
-        rounded once; dropped slots contribute nothing.
-
-        Args:
-            rows: [R, D] float32, bfloat16 or float16.
-            plan: the DispatchPlan that ordered the rows.
-            weights: [T, K] float32; None counts as all ones.
-
-        Returns:
-            [T, D] in the rows' dtype. Gradients flow to rows and weights.
-
-        Raises:
-            ValueError, TypeError: on a shape, dtype or option that does not fit.
-        """
-        arguments.record("plan", plan, DispatchPlan)
-        rows = self._array("rows", rows, 2, "R, D")
-        if weights is not None:
-            weights = self._array("weights", weights, 2, "T, K")
-        (y,) = self._call("combine", (rows, plan.row_of_slot, plan.slot_of_row, weights), {})
-        return y
-
-    # -- experts -----------------------------------------------------------------------------------
-
-    def grouped_matmul(
-        self, rows: Array, w: Array, plan: DispatchPlan, *, out_dtype: str | None = None
-    ) -> Array:
-        """Multiply each expert's rows with its matrix, summing in float32.
-
-        Args:
-            rows: [R, D] float32, bfloat16 or float16.
-            w: [E, D, N] float32, bfloat16 or float16.
-            plan: DispatchPlan whose blocks the rows lie in.
-            out_dtype: "float32", "bfloat16" or "float16"; None takes that of the rows.
-
-        Returns:
-            [R, N]; rows that belong to no slot are 0. An expert without rows has a gradient of
-            exactly 0.
-
-        Raises:
-            ValueError, TypeError: on a shape, dtype or option that does not fit.
-        """
-        arguments.record("plan", plan, DispatchPlan)
-        rows = self._array("rows", rows, 2, "R, D")
-        w = self._array("w", w, 3, "E, D, N")
-        if out_dtype is None:
-            out_dtype = self._frontend.dtype(rows)
-        else:
-            arguments.one_of("out_dtype", out_dtype, FLOAT_DTYPES)
-        (out,) = self._call(
-            "grouped_matmul",
-            (rows, w, plan.expert_offsets, plan.expert_counts),
-            {"out_dtype": out_dtype},
-        )
-        return out
-
-    def gate(
-        self,
-        x: Array,
-        router: Array,
-        router_bias: Array | None = None,
-        *,
-        token_mask: Array | None = None,
-        gate_dtype: str = "float32",
-    ) -> Array:
-        """The router's product: logits = x . router + router_bias.
-
-        Args:
-            x: [T, D] float32, bfloat16 or float16.
-            router: [D, E] float32, bfloat16 or float16.
-            router_bias: [E] float32, bfloat16 or float16.
-            token_mask: [T] bool; a masked token's logits are 0 and it takes part in no gradient,
-                whatever its x holds.
-            gate_dtype: "float32", "bfloat16" or "float16"; x and router are rounded to it, the sum
-                is float32, the logits are rounded to it.
-
-        Returns:
-            [T, E] in gate_dtype.
-
-        Raises:
-            ValueError, TypeError: on a shape, dtype or option that does not fit.
-        """
-        x = self._array("x", x, 2, "T, D")
-        router = self._array("router", router, 2, "D, E")
-        if router_bias is not None:
-            router_bias = self._array("router_bias", router_bias, 1, "E")
-        if token_mask is not None:
-            token_mask = self._mask(token_mask, (x.shape[0],), "T")
-        arguments.one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
-        (logits,) = self._call(
-            "gate", (x, router, router_bias, token_mask), {"gate_dtype": gate_dtype}
-        )
-        return logits
-
-    def swiglu(self, gate: Array, up: Array) -> Array:
-        """silu(gate) * up, computed in float32 and rounded once; silu(x) = x / (1 + e^-x).
-
-        Args:
-            gate: [R, F] float32, bfloat16 or float16.
-            up: [R, F] in gate's dtype.
-
-        Returns:
-            [R, F] in gate's dtype.
-
-        Raises:
-            ValueError, TypeError: on a shape, dtype or option that does not fit.
-        """
-        gate = self._array("gate", gate, 2, "R, F")
-        up = self._array("up", up, 2, "R, F")
-        (out,) = self._call("swiglu", (gate, up), {})
-        return out

@@ -62,6 +62,16 @@ class GradientStep:
 
 
 @dataclasses.dataclass(frozen=True)
+class GradientPlan:
+    """The backward ops that have the gradient of an input that is there, and what they need of the
+    forward pass: ("input", j) and ("output", j).
+    """
+
+    steps: tuple[GradientStep, ...]
+    residuals: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Op:
     """One op of the table."""
 
@@ -189,11 +199,19 @@ class Op:
             for name in self.backward
         )
 
+    def gradient_plan(self, present: tuple[bool, ...]) -> GradientPlan:
+        """What the gradient takes where only these inputs are there."""
+        plan = self._gradient_plans.get(present)
+        if plan is None:
+            steps = tuple(s for s in self.gradient_steps if any(present[t] for t in s.targets))
+            sources = {source for step in steps for source in step.sources}
+            residuals = tuple(sorted(source for source in sources if source[0] != "grad"))
+            plan = self._gradient_plans[present] = GradientPlan(steps, residuals)
+        return plan
+
     @functools.cached_property
-    def residuals(self) -> tuple[tuple[str, int], ...]:
-        """What the backward ops need of the forward pass: ("input", j) and ("output", j)."""
-        sources = {source for step in self.gradient_steps for source in step.sources}
-        return tuple(sorted(source for source in sources if source[0] != "grad"))
+    def _gradient_plans(self) -> dict[tuple[bool, ...], GradientPlan]:
+        return {}
 
     def gradient_attributes(
         self, step: GradientStep, attributes: Mapping[str, Any], input_dtypes: Sequence[str | None]

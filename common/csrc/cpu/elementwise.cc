@@ -1,5 +1,6 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
+#include "../options.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -15,19 +16,43 @@ void for_elements(const Call& call, F f) {
                   [&](int64_t begin, int64_t end) { f(shape.dtype, begin * size, end - begin); });
 }
 
-DUOMOE_KERNEL(kCpu, swiglu) {
+DUOMOE_KERNEL(kCpu, activate) {
+  const math::Activation activation = activation_of(call);
+  const float alpha = alpha_of(call);
   for_elements(call, [&](DType dtype, int64_t at, int64_t n) {
-    simd().swiglu(dtype, call.in("gate").as<char>() + at, call.in("up").as<char>() + at, n,
-                  call.out("out").as<char>() + at);
+    simd().activate(activation, alpha, dtype, call.in("x").as<char>() + at, n,
+                    call.out("out").as<char>() + at);
   });
   return {};
 }
 
-DUOMOE_KERNEL(kCpu, swiglu_bwd) {
+DUOMOE_KERNEL(kCpu, activate_bwd) {
+  const math::Activation activation = activation_of(call);
+  const float alpha = alpha_of(call);
   for_elements(call, [&](DType dtype, int64_t at, int64_t n) {
-    simd().swiglu_bwd(dtype, call.in("grad_out").as<char>() + at, call.in("gate").as<char>() + at,
-                      call.in("up").as<char>() + at, n, call.out("grad_gate").as<char>() + at,
-                      call.out("grad_up").as<char>() + at);
+    simd().activate_bwd(activation, alpha, dtype, call.in("grad_out").as<char>() + at,
+                        call.in("x").as<char>() + at, n, call.out("grad_x").as<char>() + at);
+  });
+  return {};
+}
+
+DUOMOE_KERNEL(kCpu, glu) {
+  const math::Activation activation = activation_of(call);
+  const math::GluOptions glu = glu_options_of(call);
+  for_elements(call, [&](DType dtype, int64_t at, int64_t n) {
+    simd().glu(activation, glu, dtype, call.in("gate").as<char>() + at,
+               call.in("up").as<char>() + at, n, call.out("out").as<char>() + at);
+  });
+  return {};
+}
+
+DUOMOE_KERNEL(kCpu, glu_bwd) {
+  const math::Activation activation = activation_of(call);
+  const math::GluOptions glu = glu_options_of(call);
+  for_elements(call, [&](DType dtype, int64_t at, int64_t n) {
+    simd().glu_bwd(activation, glu, dtype, call.in("grad_out").as<char>() + at,
+                   call.in("gate").as<char>() + at, call.in("up").as<char>() + at, n,
+                   call.out("grad_gate").as<char>() + at, call.out("grad_up").as<char>() + at);
   });
   return {};
 }

@@ -48,6 +48,7 @@ DUOMOE_KERNEL(kCpu, grouped_matmul) {
   const int64_t d = call.axis('D'), n = call.axis('N');
   const std::vector<Group> groups = groups_of(call);
   zero_other_rows(call, groups, call.out("out"), n);
+  const TensorView& bias = call.in("bias");
   std::vector<Product> products;
   for (size_t e = 0; e < groups.size(); ++e) {
     const auto [begin, rows] = groups[e];
@@ -56,7 +57,9 @@ DUOMOE_KERNEL(kCpu, grouped_matmul) {
                         .c = {call.out("out"), begin * n, n, 1},
                         .rows = rows,
                         .columns = n,
-                        .depth = d});
+                        .depth = d,
+                        .bias = bias.present() ? Rows(bias, n)[static_cast<int64_t>(e)] : nullptr,
+                        .bias_dtype = bias.dtype});
   }
   run_products(call, products, DType::kFloat32);
   return {};
@@ -94,6 +97,33 @@ DUOMOE_KERNEL(kCpu, grouped_matmul_bwd_w) {
                         .depth = rows});
   }
   run_products(call, products, DType::kFloat32);
+  return {};
+}
+
+// result[j] = sum over rows, in order and in blocks of kTileDepth as a product sums them, of
+// x[i][j].
+void sum_rows(const Rows& x, DType dtype, int64_t begin, int64_t end, const uint8_t* keep,
+              int64_t width, DType result_dtype, void* result) {
+  std::vector<float> total(width, 0.0f), block(width);
+  for (int64_t first = begin; first < end; first += kTileDepth) {
+    std::fill(block.begin(), block.end(), 0.0f);
+    for (int64_t i = first; i < std::min<int64_t>(end, first + kTileDepth); ++i) {
+      if (!keep || keep[i]) simd().accumulate_scaled(dtype, 1.0f, x[i], width, block.data());
+    }
+    simd().accumulate(block.data(), width, total.data());
+  }
+  simd().store(result_dtype, total.data(), result, width);
+}
+
+DUOMOE_KERNEL(kCpu, grouped_matmul_bwd_bias) {
+  const int64_t n = call.axis('N');
+  const std::vector<Group> groups = groups_of(call);
+  const TensorView &grad = call.in("grad_out"), &bias = call.out("grad_bias");
+  const Rows rows(grad, n), result(bias, n);
+  parallel_blocks(call, call.axis('E'), 1, [&](int64_t e, int64_t) {
+    const auto [begin, count] = groups[e];
+    sum_rows(rows, grad.dtype, begin, begin + count, nullptr, n, bias.dtype, result[e]);
+  });
   return {};
 }
 
@@ -151,21 +181,9 @@ DUOMOE_KERNEL(kCpu, gate_bwd_params) {
                  .depth = t,
                  .keep = keep}},
                grad.dtype);
-  // Tokens in order, in blocks as a product sums them.
   const ScopedFpMode mode;
-  const Rows rows(grad, e);
-  std::vector<float> total(e, 0.0f), block(e);
-  for (int64_t begin = 0; begin < t; begin += kTileDepth) {
-    std::fill(block.begin(), block.end(), 0.0f);
-    for (int64_t i = begin; i < std::min<int64_t>(t, begin + kTileDepth); ++i) {
-      if (!keep || keep[i]) {
-        simd().accumulate_scaled(grad.dtype, 1.0f, rows[i], e, block.data());
-      }
-    }
-    simd().accumulate(block.data(), e, total.data());
-  }
-  const TensorView& out = call.out("grad_router_bias");
-  simd().store(out.dtype, total.data(), out.data, e);
+  const TensorView& bias = call.out("grad_router_bias");
+  sum_rows(Rows(grad, e), grad.dtype, 0, t, keep, e, bias.dtype, bias.data);
   return {};
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "../math/activation.h"
 #include "../math/router.h"
 #include "../tensor_view.h"
 
@@ -88,9 +89,15 @@ struct SimdLoops {
   void (*scale)(DType dtype, float factor, const void* x, int64_t n, void* y);  // y = factor x
   float (*dot)(DType dtype, const void* x, const void* y, int64_t n);           // in 32 lanes
   void (*add)(DType dtype, const void* a, const void* b, int64_t n, void* out);
-  void (*swiglu)(DType dtype, const void* gate, const void* up, int64_t n, void* out);
-  void (*swiglu_bwd)(DType dtype, const void* grad, const void* gate, const void* up, int64_t n,
-                     void* grad_gate, void* grad_up);
+  void (*activate)(math::Activation activation, float alpha, DType dtype, const void* x, int64_t n,
+                   void* out);
+  void (*activate_bwd)(math::Activation activation, float alpha, DType dtype, const void* grad,
+                       const void* x, int64_t n, void* grad_x);
+  void (*glu)(math::Activation activation, const math::GluOptions& options, DType dtype,
+              const void* gate, const void* up, int64_t n, void* out);
+  void (*glu_bwd)(math::Activation activation, const math::GluOptions& options, DType dtype,
+                  const void* grad, const void* gate, const void* up, int64_t n, void* grad_gate,
+                  void* grad_up);
 
   // Packs a matrix for product_tile: packed[tile][k][i in tile] from element (k, i) at from[k *
   // depth_stride + i * tile_stride], one of the strides being 1; past `extent` it is 0. Values are

@@ -6,6 +6,7 @@
 // instruction set can be picked by the linker for the whole library. Plain loops: the compiler
 // vectorises them.
 
+#include "simd_activation.h"
 #include "simd_route.h"
 
 namespace duomoe::cpu {
@@ -61,37 +62,6 @@ void add(DType dtype, const void* a, const void* b, int64_t n, void* out) {
     const T* y = static_cast<const T*>(b);
     T* z = static_cast<T*>(out);
     for (int64_t i = 0; i < n; ++i) z[i] = from_float<T>(to_float(x[i]) + to_float(y[i]));
-  });
-}
-
-void swiglu(DType dtype, const void* gate, const void* up, int64_t n, void* out) {
-  with_type(dtype, [=]<typename T>(T) {
-    const T* g = static_cast<const T*>(gate);
-    const T* u = static_cast<const T*>(up);
-    T* y = static_cast<T*>(out);
-    for (int64_t i = 0; i < n; ++i) {
-      const float x = to_float(g[i]);
-      y[i] = from_float<T>(x * sigmoid(x) * to_float(u[i]));
-    }
-  });
-}
-
-// silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x)))
-void swiglu_bwd(DType dtype, const void* grad, const void* gate, const void* up, int64_t n,
-                void* grad_gate, void* grad_up) {
-  with_type(dtype, [=]<typename T>(T) {
-    const T* d = static_cast<const T*>(grad);
-    const T* g = static_cast<const T*>(gate);
-    const T* u = static_cast<const T*>(up);
-    T* dg = static_cast<T*>(grad_gate);
-    T* du = static_cast<T*>(grad_up);
-    for (int64_t i = 0; i < n; ++i) {
-      const float x = to_float(g[i]), y = to_float(d[i]);
-      const SigmoidPair sigmoid = sigmoid_pair(x);
-      du[i] = from_float<T>(y * (x * sigmoid.value));
-      dg[i] =
-          from_float<T>(y * to_float(u[i]) * (sigmoid.value * fma(x, sigmoid.complement, 1.0f)));
-    }
   });
 }
 
@@ -228,8 +198,10 @@ constexpr SimdLoops loops() {
           scale,
           dot,
           add,
-          swiglu,
-          swiglu_bwd,
+          activate,
+          activate_bwd,
+          glu,
+          glu_bwd,
           pack<kTileRows>,
           pack<kTileColumns>,
           product_tile};

@@ -1,8 +1,10 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The plan that orders slots by expert, and the moves of rows along it."""
+"""The plan that orders slots by expert, the moves of rows along it, and how two routings differ."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 
@@ -51,21 +53,33 @@ def plan_dispatch(
     }
 
 
-def permute(*, x: Array, row_of_slot: Array, slot_of_row: Array) -> Outputs:
-    """x[T,D] -> rows[R,D]."""
+def permute(
+    *, x: Array, row_of_slot: Array, slot_of_row: Array, weights: Array | None = None
+) -> Outputs:
+    """x[T,D], weights[T,K] -> rows[R,D]."""
     rows = np.zeros((len(slot_of_row), x.shape[1]))
     for r, slot in enumerate(slot_of_row):
         if slot >= 0:
-            rows[r] = f64(x[slot // row_of_slot.shape[1]])
+            t, k = divmod(slot, row_of_slot.shape[1])
+            rows[r] = (1.0 if weights is None else float(weights[t, k])) * f64(x[t])
     return {"rows": rows}
 
 
-def permute_bwd(*, grad_rows: Array, row_of_slot: Array) -> Outputs:
-    """grad_rows[R,D] -> grad_x[T,D]."""
+def permute_bwd(*, grad_rows: Array, row_of_slot: Array, weights: Array | None = None) -> Outputs:
+    """grad_rows[R,D], weights[T,K] -> grad_x[T,D]."""
     grad_x = np.zeros((len(row_of_slot), grad_rows.shape[1]))
     for t, k in np.argwhere(row_of_slot >= 0):
-        grad_x[t] += f64(grad_rows[row_of_slot[t, k]])
+        weight = 1.0 if weights is None else float(weights[t, k])
+        grad_x[t] += weight * f64(grad_rows[row_of_slot[t, k]])
     return {"grad_x": grad_x}
+
+
+def permute_bwd_weights(*, grad_rows: Array, x: Array, row_of_slot: Array) -> Outputs:
+    """grad_rows[R,D], x[T,D] -> grad_weights[T,K]."""
+    grad_weights = np.zeros(row_of_slot.shape)
+    for t, k in np.argwhere(row_of_slot >= 0):
+        grad_weights[t, k] = f64(x[t]) @ f64(grad_rows[row_of_slot[t, k]])
+    return {"grad_weights": grad_weights}
 
 
 def combine(
@@ -95,3 +109,16 @@ def combine_bwd(
         grad_rows[row] = weight * f64(grad_y[t])
         grad_weights[t, k] = f64(grad_y[t]) @ f64(rows[row])
     return {"grad_rows": grad_rows, "grad_weights": grad_weights}
+
+
+def count_mismatches(*, indices: Array, others: Array) -> Outputs:
+    """indices[T,K], others[T,K] -> mismatched_tokens, mismatched_slots."""
+    tokens = slots = 0
+    for a, b in zip(indices, others, strict=True):
+        mine, theirs = Counter(a[a >= 0].tolist()), Counter(b[b >= 0].tolist())
+        tokens += mine != theirs
+        slots += (mine - theirs).total()
+    return {
+        "mismatched_tokens": np.array(tokens, np.int32),
+        "mismatched_slots": np.array(slots, np.int32),
+    }
