@@ -44,6 +44,8 @@ from torch_frontend.functional import (
     update_expert_bias_by_quantile,
     z_loss,
 )
+from torch_frontend.modules import Experts, MoE, Router
+from torch_frontend.replay import record_routing, replay_routing
 
 for _record in _RECORDS:
     _torch.utils._pytree.register_dataclass(
@@ -53,9 +55,12 @@ for _record in _RECORDS:
 __all__ = [
     "DispatchPlan",
     "ExpertConfig",
+    "Experts",
+    "MoE",
     "MoEOutput",
     "MoEParams",
     "QuantileBins",
+    "Router",
     "RouterConfig",
     "Routing",
     "activate",
@@ -70,6 +75,8 @@ __all__ = [
     "moe_from_routing",
     "permute",
     "plan_dispatch",
+    "record_routing",
+    "replay_routing",
     "route",
     "scale_rows",
     "update_expert_bias",

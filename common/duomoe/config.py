@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -144,6 +145,27 @@ class RouterConfig:
             "group_score_k": self.group_score_k,
             "counts": self.counts,
         }
+
+    def capacity(self, num_tokens: int, factor: float) -> int:
+        """Rows per expert for a multiple of the mean load: ceil(num_tokens * K / E * factor).
+
+        The expert capacity of Switch Transformers (Fedus et al. 2021, eq. 3), for K experts per
+        token, in exact integers.
+
+        Args:
+            num_tokens: T.
+            factor: the multiple, above 0; decimals beyond the sixth do not count.
+
+        Raises:
+            ValueError, TypeError: on a number of another kind or range.
+        """
+        num_tokens = arguments.integer("num_tokens", num_tokens, 0)
+        factor = arguments.number("factor", factor)
+        exact = Fraction(factor).limit_denominator(10**6)
+        if exact <= 0:
+            raise ValueError(f"factor must be above 0, got {factor}")
+        rows = num_tokens * (self.top_k * exact.numerator)
+        return -(-rows // (self.num_experts * exact.denominator))
 
     def to_json(self) -> str:
         """The options as a JSON object; `RouterConfig.from_json` reads it back."""

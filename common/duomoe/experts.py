@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from duomoe import arguments
@@ -182,18 +182,18 @@ class ExpertFunctions(DispatchFunctions):
         if params.shared_w_up is not None:
             x, for_shared = self._frontend.fork(x)
         early = experts.weight_on == "input"
+        activated = self._activation(experts)
 
         def routed(x: Array, weights: Array, *matrices: Array | None) -> Array:
             w_gate, w_up, w_down, b_gate, b_up, b_down = matrices
             rows = self.permute(x, plan, weights if early else None)
             if w_gate is None:
-                hidden = self._activated(self.grouped_matmul(rows, w_up, plan, b_up), experts)
+                hidden = activated(self.grouped_matmul(rows, w_up, plan, b_up))
             else:
                 rows_gate, rows_up = self._frontend.fork(rows)
-                hidden = self._gated(
+                hidden = activated(
                     self.grouped_matmul(rows_gate, w_gate, plan, b_gate),
                     self.grouped_matmul(rows_up, w_up, plan, b_up),
-                    experts,
                 )
             results = self.grouped_matmul(hidden, w_down, plan, b_down)
             return self.combine(results, plan, None if early else weights)
@@ -222,16 +222,16 @@ class ExpertFunctions(DispatchFunctions):
             )
             factors = self.route(logits, _SHARED_ROUTER, token_mask=token_mask).weights
 
+        activated = self._activation(experts)
+
         def run(x: Array, w_gate: Array | None, w_up: Array, w_down: Array) -> Array:
             def product(a: Array, w: Array) -> Array:
                 return self.gate(a, w, token_mask=token_mask, gate_dtype=self._frontend.dtype(a))
 
             if w_gate is None:
-                return product(self._activated(product(x, w_up), experts), w_down)
+                return product(activated(product(x, w_up)), w_down)
             x_gate, x_up = self._frontend.fork(x)
-            return product(
-                self._gated(product(x_gate, w_gate), product(x_up, w_up), experts), w_down
-            )
+            return product(activated(product(x_gate, w_gate), product(x_up, w_up)), w_down)
 
         call = self._frontend.recompute if options.recompute else _call
         y = call(run, x, params.shared_w_gate, params.shared_w_up, params.shared_w_down)
@@ -239,12 +239,20 @@ class ExpertFunctions(DispatchFunctions):
             y = self.scale_rows(y, factors.reshape((factors.shape[0],)))
         return y
 
-    def _activated(self, x: Array, experts: ExpertConfig) -> Array:
-        return self.activate(x, activation=experts.activation, alpha=experts.alpha)
+    def _activation(self, experts: ExpertConfig) -> Callable[..., Array]:
+        """The activation as a function of (gate, up) or of up alone."""
+        # Read here, since torch.compile cannot trace an option's first use within `recompute`.
+        options = {
+            k: float(v) if isinstance(v, float) else v for k, v in experts.glu_attributes().items()
+        }
+        alone = {name: options[name] for name in ("activation", "alpha")}
 
-    def _gated(self, gate: Array, up: Array, experts: ExpertConfig) -> Array:
-        (out,) = self._call("glu", (gate, up), experts.glu_attributes())
-        return out
+        def activated(*inputs: Array) -> Array:
+            gated = len(inputs) == 2
+            (out,) = self._call("glu" if gated else "activate", inputs, options if gated else alone)
+            return out
+
+        return activated
 
 
 def _call(f: Any, *arrays: Any) -> Any:
