@@ -20,9 +20,10 @@ def run(code: str) -> str:
 
 def test_shared_package_imports_no_framework() -> None:
     loaded = run(
-        "import duomoe, duomoe.functional, duomoe.oracle, duomoe.cli, sys; print(*sys.modules)"
+        "import duomoe, duomoe.functional, duomoe.oracle, duomoe.cli, duomoe.convert\n"
+        "import sys; print(*sys.modules)"
     ).split()
-    assert not {"jax", "torch", "flax"} & set(loaded)
+    assert not {"jax", "torch", "flax", "safetensors"} & set(loaded)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,24 @@ except ImportError as error:
         "duomoe's source folder: pip install --force-reinstall --no-deps --no-build-isolation ."
     )
     assert message.strip() == expected
+
+
+def test_files_need_safetensors() -> None:
+    message = run(
+        """
+import sys
+sys.modules["safetensors"] = None
+from duomoe import convert
+try:
+    convert.save_file({}, "never.safetensors")
+except ImportError as error:
+    print(error)
+"""
+    )
+    assert message.strip() == (
+        "duomoe's files need safetensors, which is not installed; "
+        "install it: pip install 'safetensors>=0.4'"
+    )
 
 
 HIDE_BINDING = {

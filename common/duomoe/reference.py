@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from duomoe import RouterConfig, debug_checks, hf, ops, presets, results, router_page
+from duomoe import RouterConfig, convert, debug_checks, hf, ops, presets, results, router_page
 
 HEADER = """# Op reference
 
@@ -71,8 +71,20 @@ Made from the docstrings by `make reference`; a test compares the two.
 `jax_frontend` and `torch_frontend` have the functions below with the same arguments, but for the
 one that names where tokens are spread: `axis_name` in JAX, `group` in PyTorch. Arrays are
 `jax.Array` (or NumPy arrays) or `torch.Tensor`. In the `te` modules each front end keeps the order
-of arguments that its users know; see [te](te.md).
+of arguments that its users know; see [te](te.md). What begins with `duomoe.` needs no framework:
+see [convert](convert.md).
 """
+
+CONVERT_FUNCTIONS = (
+    "to_numpy",
+    "flatten",
+    "unflatten",
+    "numpy_state_dict",
+    "torch_state_dict",
+    "jax_variables",
+    "save_file",
+    "load_file",
+)
 
 
 def _api_section(name: str, thing: Any) -> str:
@@ -97,6 +109,7 @@ def api_page() -> str:
     entries += [("RouterConfig", RouterConfig), ("RouterConfig.from_hf", RouterConfig.from_hf)]
     entries += [(record.__name__, record) for record in results.RECORDS]
     entries += [("duomoe.hf.layer_kinds", hf.layer_kinds), ("duomoe.debug_checks", debug_checks)]
+    entries += [(f"duomoe.convert.{n}", getattr(convert, n)) for n in CONVERT_FUNCTIONS]
     te = importlib.import_module("torch_frontend.te")
     entries += [(f"torch_frontend.te.{n}", getattr(te, n)) for n in te.__all__ if n.islower()]
     sections = [_api_section(name, thing) for name, thing in entries]
