@@ -10,6 +10,7 @@ arguments.
 from duomoe import presets
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.library import debug_checks
+from duomoe.replay import RoutingRecord
 from duomoe.results import DispatchPlan, MoEOutput, MoEParams, QuantileBins, Routing
 
 __version__ = "0.1.0"
@@ -22,6 +23,7 @@ __all__ = [
     "QuantileBins",
     "RouterConfig",
     "Routing",
+    "RoutingRecord",
     "__version__",
     "debug_checks",
     "presets",

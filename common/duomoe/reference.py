@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from duomoe import RouterConfig, convert, debug_checks, hf, ops, presets, results, router_page
+from duomoe.replay import RoutingRecord
 
 HEADER = """# Op reference
 
@@ -72,9 +73,19 @@ Made from the docstrings by `make reference`; a test compares the two.
 one that names where tokens are spread: `axis_name` in JAX, `group` in PyTorch. Arrays are
 `jax.Array` (or NumPy arrays) or `torch.Tensor`. In the `te` modules each front end keeps the order
 of arguments that its users know; see [te](te.md). What begins with `duomoe.` needs no framework:
-see [convert](convert.md).
+see [replay](replay.md) and [convert](convert.md).
 """
 
+RECORD_METHODS = (
+    "from_layers",
+    "from_array",
+    "concatenate",
+    "pad",
+    "layer",
+    "select_layers",
+    "save",
+    "load",
+)
 CONVERT_FUNCTIONS = (
     "to_numpy",
     "flatten",
@@ -109,6 +120,8 @@ def api_page() -> str:
     entries += [("RouterConfig", RouterConfig), ("RouterConfig.from_hf", RouterConfig.from_hf)]
     entries += [(record.__name__, record) for record in results.RECORDS]
     entries += [("duomoe.hf.layer_kinds", hf.layer_kinds), ("duomoe.debug_checks", debug_checks)]
+    entries += [("duomoe.RoutingRecord", RoutingRecord)]
+    entries += [(f"duomoe.RoutingRecord.{n}", getattr(RoutingRecord, n)) for n in RECORD_METHODS]
     entries += [(f"duomoe.convert.{n}", getattr(convert, n)) for n in CONVERT_FUNCTIONS]
     te = importlib.import_module("torch_frontend.te")
     entries += [(f"torch_frontend.te.{n}", getattr(te, n)) for n in te.__all__ if n.islower()]
