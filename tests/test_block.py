@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 from adapters import DTYPES, JaxAdapter, bits
 from duomoe import ExpertConfig, MoEParams, RouterConfig
+from jax import test_util
 from oracle_bounds import U
 from samples import normal
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("jax")
+jax = pytest.importorskip("jax")
 
 E, K, D, F, SHARED = 6, 2, 12, 20, 16
 CONFIG = RouterConfig(E, K, score="sigmoid", scale=1.5)
@@ -364,6 +366,48 @@ def test_scaled_and_unscaled_losses(coefficients, adapter, rng) -> None:
         return
     parts = [pull(*(np.float32(c) for c in v))[0] for v in ((balance, z, 0), (0, 0, 1))]
     np.testing.assert_allclose(*parts, rtol=0, atol=8 * U * np.abs(parts[0]).max())
+
+
+def given_block(adapter, variant: Variant, arrays: dict[str, np.ndarray]):
+    """A smooth function: the block with a fixed routing, of x, weights and parameters."""
+
+    def f(x, w, *ps):
+        params = make_params(dict(zip(arrays, ps, strict=True)))
+        out = adapter.functions.moe_from_routing(
+            x, adapter.array(IDS), w, params, experts=variant.experts, recompute=variant.recompute
+        )
+        return out.output
+
+    return f
+
+
+@pytest.mark.parametrize("name", ["geglu, biases", "weights on the input", "swiglu"])
+def test_the_frameworks_own_gradient_checks(name: str, jax_adapter, torch_adapter, rng) -> None:
+    """Their differences are of float32, so the steps and tolerances are coarse."""
+    variant = VARIANTS[name]
+    arrays = {k: v for k, v in parameters(rng, variant, "float32").items() if k[:6] != "router"}
+    primals = [normal(rng, (7, D)) * np.float32(0.5), normal(rng, (7, K)), *arrays.values()]
+    with jax.default_matmul_precision("highest"):
+        test_util.check_grads(
+            given_block(jax_adapter, variant, arrays),
+            [jax_adapter.array(p) for p in primals],
+            order=1,
+            modes=["rev"],
+            eps=2e-3,
+            atol=1e-2,
+            rtol=2e-2,
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Input #")  # that it is not float64
+        assert torch.autograd.gradcheck(
+            given_block(torch_adapter, variant, arrays),
+            [torch_adapter.array(p).requires_grad_() for p in primals],
+            eps=1e-2,
+            atol=4e-3,
+            rtol=2e-2,
+            nondet_tol=0.0,
+            fast_mode=True,
+        )
 
 
 # -- replay ----------------------------------------------------------------------------------------
