@@ -109,12 +109,33 @@ Floats results(const SimdLoops& loops, Score score, const Floats& z, const Float
   return all;
 }
 
-// One row of a product tile, which must not depend on how many rows a tile has.
-Floats product_row(const SimdLoops& loops, const Floats& a, const Floats& b) {
-  Floats packed, c(loops.tile_rows * kTileColumns, 0.0f);
+// The last row of a product tile, which must not depend on how many rows the tile has.
+Floats product_row(const SimdLoops& loops, int rows, const Floats& a, const Floats& b) {
+  Floats packed, c(rows * kTileColumns, NAN);
   for (float x : a) packed.insert(packed.end(), loops.tile_rows, x);
-  loops.product_tile(kTileDepth, packed.data(), b.data(), c.data(), kTileColumns);
+  for (bool add : {false, true}) {
+    loops.product_tile(kTileDepth, rows, packed.data(), b.data(), kTileColumns, c.data(),
+                       kTileColumns, add);
+  }
   return Floats(c.end() - kTileColumns, c.end());
+}
+
+// The elements of a matrix after it was packed, in an order that does not depend on the tiles.
+Floats packed(const SimdLoops& loops, bool rows, DType dtype, bool depth_first, int64_t depth,
+              int64_t extent, const Floats& values) {
+  std::vector<char> from(values.size() * item_size(dtype));
+  loops.store(dtype, values.data(), from.data(), values.size());
+  const int64_t tile = rows ? loops.tile_rows : kTileColumns;
+  Floats line(duomoe::cpu::kPackLine), out((extent + tile - 1) / tile * tile * depth, NAN), result;
+  (rows ? loops.pack_rows : loops.pack_columns)(
+      dtype, DType::kFloat32, from.data(), depth_first ? 1 : extent + 3,
+      depth_first ? depth + 5 : 1, depth, extent, nullptr, line.data(), out.data());
+  for (int64_t i = 0; i < extent; ++i) {
+    for (int64_t k = 0; k < depth; ++k) {
+      result.push_back(out[i / tile * tile * depth + k * tile + i % tile]);
+    }
+  }
+  return result;
 }
 
 int main() {
@@ -149,8 +170,27 @@ int main() {
     }
   }
   const Floats a = draw(kTileDepth, 0), b = draw(kTileDepth * kTileColumns, 0);
-  for (int i : {1, 2})
-    compare(product_row(*sets[0], a, b), product_row(*sets[i], a, b), "product", kTileDepth);
+  for (const SimdLoops* set : sets) {
+    for (int rows = 1; rows <= set->tile_rows; ++rows) {
+      compare(product_row(*sets[0], 1, a, b), product_row(*set, rows, a, b), "product", rows);
+    }
+  }
+  for (int64_t extent : {1, 3, 7, 8, 11, 12, 13, 24, 31, 32, 96, 101}) {
+    for (int64_t depth : {1, 7, 8, 30, 64}) {
+      const Floats values = draw((extent + 5) * (depth + 5), 0);
+      for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+        for (bool depth_first : {false, true}) {
+          const Floats base = packed(*sets[0], true, dtype, depth_first, depth, extent, values);
+          for (const SimdLoops* set : sets) {
+            for (bool rows : {false, true}) {
+              compare(base, packed(*set, rows, dtype, depth_first, depth, extent, values),
+                      "packing", extent);
+            }
+          }
+        }
+      }
+    }
+  }
   std::printf("%d different\n", different);
   return different != 0;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "../fp_mode.h"
 #include "../registry.h"
@@ -20,6 +21,16 @@ void parallel_blocks(const Call& call, int64_t n, int64_t grain, F f) {
   };
   if (count == 1) return block(0);
   if (count > 1) call.executor.parallel_for(count, block);
+}
+
+// f(i) for i in [0, n), for tasks of unequal length: every thread takes the next one when it is
+// done with its last, however the executor deals out its own.
+template <typename F>
+void parallel_tasks(const Call& call, int64_t n, F f) {
+  std::atomic<int64_t> next{0};
+  parallel_blocks(call, n, 1, [&](int64_t, int64_t) {
+    for (int64_t i; next.load(std::memory_order_relaxed) < n && (i = next.fetch_add(1)) < n;) f(i);
+  });
 }
 
 // Elements per task that keep a task's overhead small for work of a few operations per element.

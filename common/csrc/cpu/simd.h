@@ -53,6 +53,8 @@ constexpr int64_t kMaxTop = 32;
 // adds to C.
 constexpr int kTileColumns = 32;
 constexpr int kTileDepth = 256;
+constexpr int kMostTileRows = 12;
+constexpr int64_t kPackLine = kTileColumns * kTileDepth;
 
 struct SimdLoops {
   int tile_rows;  // rows of a product that one call of `product_tile` makes
@@ -100,8 +102,9 @@ struct SimdLoops {
                   void* grad_up);
 
   // Packs a matrix for product_tile: packed[tile][k][i in tile] from element (k, i) at from[k *
-  // depth_stride + i * tile_stride], one of the strides being 1; past `extent` it is 0. Values are
-  // rounded to `operand_dtype`. `line` is scratch for max(depth, extent) floats.
+  // depth_stride + i * tile_stride], one of the strides being 1. The last tile is filled with
+  // zeros. Values are rounded to `operand_dtype`. `line` is scratch for kPackLine floats; depth and
+  // extent are at most kTileDepth.
   void (*pack_rows)(DType dtype, DType operand_dtype, const void* from, int64_t depth_stride,
                     int64_t tile_stride, int64_t depth, int64_t extent, const uint8_t* keep,
                     float* line,
@@ -110,10 +113,10 @@ struct SimdLoops {
                        int64_t tile_stride, int64_t depth, int64_t extent, const uint8_t* keep,
                        float* line,
                        float* packed);  // in tiles of kTileColumns
-  // c[i][j] += sum over k, in order and with fma from 0, of a[k][i] * b[k][j] for i < tile_rows, j
-  // < kTileColumns. a and b are packed, depth by tile_rows and depth by kTileColumns; c has row
-  // stride `stride`.
-  void (*product_tile)(int64_t depth, const float* a, const float* b, float* c, int64_t stride);
+  // c[i][j] = c[i][j] (or 0, without `add`) + sum over k, in order and with fma from 0, of a[k][i]
+  // * b[k][j] for i < rows <= tile_rows, j < kTileColumns. a is packed; b and c have row strides.
+  void (*product_tile)(int64_t depth, int rows, const float* a, const float* b, int64_t b_stride,
+                       float* c, int64_t c_stride, bool add);
 };
 
 const SimdLoops& simd();
