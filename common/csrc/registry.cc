@@ -6,6 +6,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "cpu/pages.h"
 #include "data_checks.h"
 #include "fp_mode.h"
 #include "options.h"
@@ -269,6 +270,7 @@ Status run(int index, Backend backend, std::span<const TensorView> inputs,
   const ScopedFpMode mode;
   try {
     if (Status s = check_options(call); !s.ok()) return {op.name + ": " + s.message};
+    if (backend == Backend::kCpu) cpu::advise_huge_pages(outputs);
     const bool check_data = debug_checks();
     Status s = check_data ? check_inputs_data(call, backend) : Status{};
     if (s.ok()) s = kernel(call);

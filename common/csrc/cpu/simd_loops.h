@@ -58,8 +58,6 @@ void add(DType dtype, const void* a, const void* b, int64_t n, void* out) {
   });
 }
 
-}
-
 constexpr SimdLoops loops() {
   return {kTileRows,
           load,
