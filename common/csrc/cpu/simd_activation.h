@@ -39,8 +39,7 @@ void activate_bwd(Activation activation, float alpha, DType dtype, const void* g
     const T* x = static_cast<const T*>(from);
     T* y = static_cast<T*>(to);
     for (int64_t i = 0; i < n; ++i) {
-      y[i] = from_float<T>(to_float(g[i]) *
-                           math::activate<kActivation>(to_float(x[i]), alpha).slope);
+      y[i] = from_float<T>(math::activate<kActivation>(to_float(x[i]), alpha).grad(to_float(g[i])));
     }
   });
 }

@@ -132,6 +132,50 @@ Status run_product(const Call& call, const Product& p) {
   return queue.status();
 }
 
+// --- sums of rows ------------------------------------------------------------------------------
+
+// result[j] = sum over the rows [begin, end) of x[i][j], in blocks as a product sums them. A block
+// takes the 32 columns from `first_column` on; each of its warps sums one block of rows, then these
+// are added in order.
+constexpr int kColumnSumWarps = 32;
+
+struct ColumnSum {
+  int64_t columns;
+  const uint8_t* keep;  // [rows]; where it is 0, that row counts as zero; may be null
+  DType dtype;
+  const void* x;
+  DType result_dtype;
+  void* result;
+};
+
+__device__ void sum_columns(const ColumnSum& s, int64_t begin, int64_t end, int64_t first_column,
+                            int64_t result_offset) {
+  __shared__ float sums[kColumnSumWarps][kLanes];
+  const int64_t column = first_column + lane_id();
+  float total = 0.0f;
+  for (int64_t first = begin; first < end; first += kColumnSumWarps * kDepthBlock) {
+    const int64_t mine = first + warp_id() * kDepthBlock;
+    float sum = 0.0f;
+    for (int64_t r = mine; r < mine + kDepthBlock && r < end && column < s.columns; ++r) {
+      if (!s.keep || s.keep[r]) {
+        sum = math::fma(1.0f, load(s.dtype, s.x, r * s.columns + column), sum);
+      }
+    }
+    sums[warp_id()][lane_id()] = sum;
+    __syncthreads();
+    for (int w = 0; w < kColumnSumWarps && first + w * kDepthBlock < end; ++w)
+      total += sums[w][lane_id()];
+    __syncthreads();
+  }
+  if (warp_id() == 0 && column < s.columns)
+    store(s.result_dtype, total, s.result, result_offset + column);
+}
+
+__global__ void __launch_bounds__(kColumnSumWarps* kLanes)
+    sum_all_rows(const ColumnSum s, int64_t rows) {
+  sum_columns(s, 0, rows, static_cast<int64_t>(blockIdx.x) * kLanes, 0);
+}
+
 // --- the gate ----------------------------------------------------------------------------------
 
 DUOMOE_KERNEL(kCuda, gate) {
@@ -164,31 +208,6 @@ DUOMOE_KERNEL(kCuda, gate_bwd_x) {
                             .keep_rows = call.in("token_mask").as<const uint8_t>()});
 }
 
-// result[e] = sum over rows, in blocks as a product sums them. A block takes 32 columns; each of
-// its warps sums one block of rows, then one warp adds these in order.
-constexpr int kColumnSumWarps = 32;
-
-__global__ void __launch_bounds__(kColumnSumWarps* kLanes)
-    sum_columns(int64_t rows, int64_t columns, const uint8_t* keep, DType dtype, const void* x,
-                DType result_dtype, void* result) {
-  __shared__ float sums[kColumnSumWarps][kLanes];
-  const int64_t column = static_cast<int64_t>(blockIdx.x) * kLanes + lane_id();
-  float total = 0.0f;
-  for (int64_t first = 0; first < rows; first += kColumnSumWarps * kDepthBlock) {
-    const int64_t begin = first + warp_id() * kDepthBlock;
-    float sum = 0.0f;
-    for (int64_t r = begin; r < begin + kDepthBlock && r < rows && column < columns; ++r) {
-      if (!keep || keep[r]) sum = math::fma(1.0f, load(dtype, x, r * columns + column), sum);
-    }
-    sums[warp_id()][lane_id()] = sum;
-    __syncthreads();
-    for (int w = 0; w < kColumnSumWarps && first + w * kDepthBlock < rows; ++w)
-      total += sums[w][lane_id()];
-    __syncthreads();
-  }
-  if (warp_id() == 0 && column < columns) store(result_dtype, total, result, column);
-}
-
 DUOMOE_KERNEL(kCuda, gate_bwd_params) {
   const int64_t t = call.axis('T'), d = call.axis('D'), e = call.axis('E');
   const TensorView &grad = call.in("grad_logits"), &bias = call.out("grad_router_bias");
@@ -205,8 +224,8 @@ DUOMOE_KERNEL(kCuda, gate_bwd_params) {
                                             .keep_depth = keep});
   if (!product.ok()) return product;
   Queue queue(call);
-  queue.launch(sum_columns, ceil_div(e, kLanes), kColumnSumWarps * kLanes, 0, t, e, keep,
-               grad.dtype, grad.data, bias.dtype, bias.data);
+  queue.launch(sum_all_rows, ceil_div(e, kLanes), kColumnSumWarps * kLanes, 0,
+               ColumnSum{e, keep, grad.dtype, grad.data, bias.dtype, bias.data}, t);
   return queue.status();
 }
 
@@ -238,9 +257,9 @@ __global__ void find_groups(const int32_t* offsets, const int32_t* counts, int64
   }
 }
 
-// C's rows are those of all experts, each with its own B: the experts' B lie `b_stride` elements
-// apart. Tiles are numbered expert by expert; the grid is for as many as R rows in E groups can
-// have.
+// C's rows are those of all experts, each with its own B and bias: the experts' B lie `b_stride`
+// elements apart. Tiles are numbered expert by expert; the grid is for as many as R rows in E
+// groups can have.
 __global__ void __launch_bounds__(kThreads)
     multiply_rows(const Product p, int64_t b_stride, const Group* groups, int64_t experts,
                   int64_t row_tiles) {
@@ -258,6 +277,10 @@ __global__ void __launch_bounds__(kThreads)
     Product part = p;
     part.a = p.a.from(group.begin, 0);
     part.b.data += e * b_stride * static_cast<int64_t>(item_size(p.b.dtype));
+    if (p.bias) {
+      part.bias = static_cast<const char*>(p.bias) +
+                  e * p.columns * static_cast<int64_t>(item_size(p.bias_dtype));
+    }
     part.c = p.c.from(group.begin, 0);
     part.rows = group.rows;
     product_tile(part, i0, tile % columns * kTile);
@@ -304,7 +327,7 @@ Status run_on_rows(const Call& call, const TensorView& result, const Product& p,
 
 DUOMOE_KERNEL(kCuda, grouped_matmul) {
   const int64_t d = call.axis('D'), n = call.axis('N');
-  const TensorView& out = call.out("out");
+  const TensorView &out = call.out("out"), &bias = call.in("bias");
   return run_on_rows(call, out,
                      {.a = {call.in("rows"), d, 1},
                       .b = {call.in("w"), n, 1},
@@ -313,8 +336,8 @@ DUOMOE_KERNEL(kCuda, grouped_matmul) {
                       .columns = n,
                       .depth = d,
                       .operand_dtype = DType::kFloat32,
-                      .bias = nullptr,
-                      .bias_dtype = DType::kFloat32},
+                      .bias = bias.present() ? bias.data : nullptr,
+                      .bias_dtype = bias.dtype},
                      d * n);
 }
 
@@ -350,6 +373,29 @@ DUOMOE_KERNEL(kCuda, grouped_matmul_bwd_w) {
   if (grid == 0) return queue.status();
   const Group* groups = groups_of(call, queue);
   queue.launch(multiply_over_rows, grid, kThreads, 0, p, d * n, groups, experts);
+  return queue.status();
+}
+
+__global__ void __launch_bounds__(kColumnSumWarps* kLanes)
+    sum_group_rows(const ColumnSum s, const Group* groups, int64_t experts) {
+  const int64_t parts = (s.columns + kLanes - 1) / kLanes;
+  for (int64_t item = blockIdx.x; item < experts * parts; item += gridDim.x) {
+    const int64_t e = item / parts;
+    sum_columns(s, groups[e].begin, groups[e].begin + groups[e].rows, item % parts * kLanes,
+                e * s.columns);
+  }
+}
+
+DUOMOE_KERNEL(kCuda, grouped_matmul_bwd_bias) {
+  const int64_t n = call.axis('N'), experts = call.axis('E');
+  const TensorView &grad = call.in("grad_out"), &bias = call.out("grad_bias");
+  const int64_t grid = grid_for(experts * ceil_div(n, kLanes), 1);
+  Queue queue(call);
+  if (grid == 0) return queue.status();
+  const Group* groups = groups_of(call, queue);
+  queue.launch(sum_group_rows, grid, kColumnSumWarps * kLanes, 0,
+               ColumnSum{n, nullptr, grad.dtype, grad.data, bias.dtype, bias.data}, groups,
+               experts);
   return queue.status();
 }
 

@@ -40,9 +40,14 @@ DUOMOE_FN float square_root(float x) {
 #endif
 }
 
+// masked(mask_of(keep), x) is keep ? x : 0, but no branch, which a compiler might merge with others
+// and then not vectorise.
+DUOMOE_FN uint32_t mask_of(bool keep) { return 0u - static_cast<uint32_t>(keep); }
+DUOMOE_FN float masked(uint32_t mask, float x) { return float_of(bits_of(x) & mask); }
+
 DUOMOE_FN float infinity() { return float_of(0x7f800000u); }
 
-// e^c = 2^n p for |c| <= 105, c = n ln2 + r with a polynomial of degree 7 in r for p (coefficients:
+// e^c = 2^n p for |c| <= 130, c = n ln2 + r with a polynomial of degree 7 in r for p (coefficients:
 // SLEEF's expf, u10). `shift` is 1.5 * 2^23 plus a small even number, so that c log2(e) + shift
 // rounds to the integer n + shift, whose low bits are in `shifted`.
 struct ExpParts {
@@ -78,23 +83,28 @@ DUOMOE_FN float exp(float x) {
   return nan ? x : y;
 }
 
-// exp(x) for x <= 0 or NaN, the same bits in fewer steps: n is in [-150, 0], so that 2^(n + 63) and
-// its product with p are normal, and only the step of 2^-63 rounds. With 63 + 127 in the shift the
-// exponent field of 2^(n + 63) is the low bits of the shifted number. A NaN passes through p. Below
-// -104 the result is 0, and no multiplication may underflow to it: that is slow on a CPU.
+// 2^63 e^x for x <= 0 or NaN, which is normal; 0 below `lowest`, which is -130 or more. n is in
+// [-188, 0]: with 63 + 127 in the shift the exponent field of 2^(n + 63) is the low bits of the
+// shifted number. A NaN passes through p.
+constexpr float kInverseScale = 1.08420217248550443e-19f;  // 2^-63
+DUOMOE_FN float scaled_exp(float x, float lowest) {
+  const bool zero = x < lowest;
+  const ExpParts parts = exp_parts(zero ? 0.0f : x, 12582912.0f + 190.0f);
+  return zero ? 0.0f : parts.p * float_of(parts.shifted << 23);
+}
+
+// exp(x) for x <= 0 or NaN, the same bits in fewer steps: only the step of 2^-63 rounds. Below -104
+// the result is 0, and no multiplication may underflow to it: that is slow on a CPU.
 // kNormal: x >= kLowestNormal, so that the result is normal and 2^n can be applied at once; the
 // same bits again.
-constexpr float kLowestNormal = -87.0f;
+constexpr float kLowestExponent = -104.0f, kLowestNormal = -87.0f;
 template <bool kNormal = false>
 DUOMOE_FN float exp_nonpositive(float x) {
   if constexpr (kNormal) {
     const ExpParts parts = exp_parts(x, 12582912.0f + 126.0f);
     return parts.p * float_of((parts.shifted << 23) + 0x00800000u);
   }
-  const bool zero = x < -104.0f;
-  const ExpParts parts = exp_parts(zero ? 0.0f : x, 12582912.0f + 190.0f);
-  const float y = parts.p * float_of(parts.shifted << 23) * float_of(0x20000000u);  // 2^-63
-  return zero ? 0.0f : y;
+  return scaled_exp(x, kLowestExponent) * kInverseScale;
 }
 
 // 2 atanh(t) + e ln2 = log((1 + t) / (1 - t) * 2^e) for |t| <= 1/5, about 1 ulp (coefficients:
@@ -134,17 +144,20 @@ DUOMOE_FN float sigmoid(float x) {
   return (x >= 0.0f ? 1.0f : t) / (1.0f + t);
 }
 
-// sigmoid(x) and 1 - sigmoid(x) with one division: of 1 / (1 + t) and t / (1 + t) the second is
-// q + r y with y = 1 / (1 + t), q = t y and r = t - q (1 + t), which has the bits of the quotient
-// for every t in [0, 1].
+// sigmoid(x) and 1 - sigmoid(x) with one division: of 1 / (1 + t) and t / (1 + t), t = e^-|x|, the
+// second is q + r y with y = 1 / (1 + t), q = t y and r = t - q (1 + t), which has the bits of the
+// quotient for every t in [0, 1].
 struct SigmoidPair {
   float value, complement;
 };
-template <bool kNormal = false>
-DUOMOE_FN SigmoidPair sigmoid_pair(float x) {
-  const float t = exp_nonpositive<kNormal>(-absolute(x)), divisor = 1.0f + t, y = 1.0f / divisor;
+DUOMOE_FN SigmoidPair sigmoid_pair(float x, float t) {
+  const float divisor = 1.0f + t, y = 1.0f / divisor;
   const float q = t * y, small = fma(fma(-q, divisor, t), y, q);
   return {x >= 0.0f ? y : small, x >= 0.0f ? small : y};
+}
+template <bool kNormal = false>
+DUOMOE_FN SigmoidPair sigmoid_pair(float x) {
+  return sigmoid_pair(x, exp_nonpositive<kNormal>(-absolute(x)));
 }
 
 // An order-preserving integer: a > b as floats iff key(a) > key(b). -0 equals +0, -inf lies below
