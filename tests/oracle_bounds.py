@@ -295,6 +295,14 @@ def aux_loss(inputs: Values, attributes: Values, want: Values) -> Values:
     return {"loss": U * 1.0001 * (additions + 1) * sums}
 
 
+# -- row maps --------------------------------------------------------------------------------------
+
+
+def cast(inputs: Values, attributes: Values, want: Values) -> Values:
+    """One rounding to the result's type; infinities stay."""
+    return {n: np.where(np.isfinite(x), 2.0**-1000, np.nan) for n, x in want.items()}
+
+
 # -- experts ---------------------------------------------------------------------------------------
 
 
@@ -340,6 +348,11 @@ BOUNDS: dict[str, Callable[..., Values]] = {
     "permute_bwd": permute_bwd,
     "combine": combine,
     "combine_bwd": combine_bwd,
+    **dict.fromkeys(
+        ("plan_mask", "read_row_map", "invert_rows", "sort_slots", "place_chunks"), lambda *_: {}
+    ),
+    "cast": cast,
+    "cast_bwd": cast,
     "grouped_matmul": product("grouped_matmul", "out", lambda i: i["rows"].shape[1]),
     "grouped_matmul_bwd_rows": product(
         "grouped_matmul_bwd_rows", "grad_rows", lambda i: i["grad_out"].shape[1]

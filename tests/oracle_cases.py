@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import oracle_cases_bias
 import oracle_cases_dense
+import oracle_cases_maps
 from adapters import DTYPES
 from duomoe import RouterConfig, ops, oracle
 from duomoe.functional import plan_rows
@@ -367,6 +368,7 @@ _PLAN = ("expert_offsets", "expert_counts")
 CASES: dict[str, list[Case]] = {
     **oracle_cases_bias.CASES,
     **oracle_cases_dense.CASES,
+    **oracle_cases_maps.CASES,
     "gate": list(gate_cases(("x", "router", "router_bias"), ("gate_dtype",))),
     "gate_bwd_x": list(gate_cases(("grad_logits", "router"), ("gate_dtype", "x_dtype"))),
     "gate_bwd_params": list(

@@ -247,6 +247,54 @@ def test_rows(check: Check, rng: Rng, dtype: Any, t: int, k: int, d: int) -> Non
             check("combine_bwd", {"grad_y": x, "rows": y, **to_rows, "weights": w}, {})
 
 
+@pytest.mark.parametrize(
+    ("t", "e"), [(0, 3), (1, 1), (7, 33), (31, 64), (130, 5), (5000, 40), (300, 1000)]
+)
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_plan_mask(check: Check, rng: Rng, t: int, e: int, density: float) -> None:
+    mask = rng.random((t, e)) < density
+    total = int(mask.sum())
+    for limit, alignment, part in ((-1, 1, 1), (total // 2, 1, 1), (-1, 8, 1), (-1, 5, 0.5)):
+        rows = int((total + e * (alignment - 1)) // alignment * alignment * part)
+        attributes = {"num_rows": rows, "limit": limit, "alignment": alignment}
+        plan = check("plan_mask", {"routing_map": mask}, {**attributes, "map_width": 2 * e + 1})
+        for broken in (False, True):
+            if broken and t:
+                plan["row_id_map"][::2] = rng.integers(-3, e + 3, (t + 1) // 2)[:, None]
+                plan["row_id_map"][0, :e] = 2**31 - 1
+            given = {"row_id_map": plan["row_id_map"]}
+            sizes = {"num_experts": e, "num_rows": rows}
+            check("read_row_map", given, sizes)
+            check("read_row_map", {**given, "pad_offsets": plan["pad_offsets"]}, sizes)
+        check("invert_rows", {"row_of_slot": plan["row_of_slot"]}, {"num_rows": rows // 2 + 1})
+
+
+@pytest.mark.parametrize(("t", "k"), [(0, 1), (1, 1), (7, 3), (600, 2), (70000, 3)])
+@pytest.mark.parametrize("largest", [5, 3000, 2**31 - 1])
+def test_sort_slots(check: Check, rng: Rng, t: int, k: int, largest: int) -> None:
+    ids = rng.integers(-largest // 4, largest, (t, k)).astype(np.int32)
+    for rows in (t * k, t * k // 2, t * k + 5):
+        check("sort_slots", {"indices": ids}, {"num_rows": rows})
+    repeated = (ids % max(1, t)).astype(np.int32)
+    check("invert_rows", {"row_of_slot": repeated}, {"num_rows": t})
+
+
+@pytest.mark.parametrize(
+    ("t", "c"), [(0, 0), (0, 3), (1, 1), (7, 0), (65, 8), (130, 300), (90000, 2000)]
+)
+def test_place_chunks(check: Check, rng: Rng, t: int, c: int) -> None:
+    wild = rng.choice([2**31 - 1, -(2**31), -1, 0, 1], c)
+    for total in (t, t // 2, 2 * t + 3):
+        sizes = rng.multinomial(total, np.ones(c) / c) if c else np.zeros(0)
+        for order in (rng.permutation(c), rng.integers(-2, c + 2, c)):
+            for s in (sizes, np.where(rng.random(c) < 0.3, wild, sizes)):
+                inputs = {
+                    "split_sizes": s.astype(np.int32),
+                    "sorted_indices": order.astype(np.int32),
+                }
+                check("place_chunks", inputs, {"num_tokens": t})
+
+
 # --- products ------------------------------------------------------------------------------------
 
 
@@ -304,6 +352,8 @@ def test_elementwise(check: Check, rng: Rng, dtype: Any, r: int, f: int) -> None
     check("add", {"a": a, "b": b}, {})
     check("swiglu", {"gate": a, "up": b}, {})
     check("swiglu_bwd", {"grad_out": c, "gate": a, "up": b}, {})
+    for out in FLOATS:
+        check("cast", {"x": a * a * a}, {"out_dtype": name_of(out)})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -68,6 +68,8 @@ def gradient_case(op: str, dtype: Any = np.float64) -> tuple[Inputs, dict[str, A
         return {"weights": weights, "indices": indices}, {"num_experts": 5, "probs_dtype": name}
     if op == "normalize_scores":
         return {"logits": rng.normal(size=(4, 5)).astype(dtype)}, {"score": "sqrtsoftplus"}
+    if op == "cast":
+        return {"x": rng.normal(size=(3, 4)).astype(dtype)}, {"out_dtype": name}
     if op == "aux_loss":
         return {
             "probs": rng.random((6, 8)).astype(dtype),
@@ -219,7 +221,12 @@ def public_call(
         return [f.grouped_matmul(arrays["rows"], arrays["w"], plan, **attributes)]
     if op == "swiglu":
         return [f.swiglu(arrays["gate"], arrays["up"])]
-    if op in ("scatter_weights", "normalize_scores", "aux_loss"):  # no function of their own
+    if op in (
+        "scatter_weights",
+        "normalize_scores",
+        "aux_loss",
+        "cast",
+    ):  # no function of their own
         spec = ops.table()[op]
         return list(adapter.apply(spec, [arrays.get(s.name) for s in spec.inputs], attributes))
     raise NotImplementedError(f"{op} has a gradient: call its public function here")

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 namespace duomoe {
@@ -85,6 +86,81 @@ Status check_bounds(const Call& call, Backend backend) {
           " and " + std::to_string(upper[0])};
 }
 
+// A token's line lists as many rows as it says, of experts below E, each within the rows.
+Status check_row_map(const Call& call, Backend backend) {
+  std::vector<int32_t> map, pads;
+  if (Status s = read(call, backend, call.in("row_id_map"), map); !s.ok()) return s;
+  if (Status s = read(call, backend, call.in("pad_offsets"), pads); !s.ok()) return s;
+  const int64_t experts = call.axis('E'), num_rows = call.integer("num_rows");
+  for (int64_t t = 0; t < call.axis('T'); ++t) {
+    const int32_t* line = map.data() + t * (2 * experts + 1);
+    const std::string token = "row_id_map of token " + std::to_string(t);
+    const int64_t n = line[2 * experts];
+    if (n < 0 || n > experts) {
+      return {token + " lists " + std::to_string(n) + " rows, allowed: 0 to " +
+              std::to_string(experts)};
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t e = line[experts + i];
+      if (e < 0 || e >= experts) {
+        return {token + " names expert " + std::to_string(e) + ", allowed: 0 to " +
+                std::to_string(experts - 1)};
+      }
+      const int64_t row = int64_t{line[i]} + (pads.empty() ? 0 : pads[e]);
+      if (line[i] < 0 || row < 0 || row >= num_rows) {
+        return {token + " leads to row " + std::to_string(row) + " of " + std::to_string(num_rows)};
+      }
+    }
+  }
+  return {};
+}
+
+// Sizes are not negative and fit the tokens, and the order is a permutation.
+Status check_chunks(const Call& call, Backend backend) {
+  std::vector<int32_t> sizes, order;
+  if (Status s = read(call, backend, call.in("split_sizes"), sizes); !s.ok()) return s;
+  if (Status s = read(call, backend, call.in("sorted_indices"), order); !s.ok()) return s;
+  int64_t total = 0;
+  for (size_t c = 0; c < sizes.size(); ++c) {
+    if (sizes[c] < 0) {
+      return {"split_sizes of chunk " + std::to_string(c) + " is " + std::to_string(sizes[c])};
+    }
+    total += sizes[c];
+  }
+  if (total > call.axis('T')) {
+    return {"split_sizes sum to " + std::to_string(total) + ", more than the " +
+            std::to_string(call.axis('T')) + " tokens"};
+  }
+  std::vector<bool> seen(sizes.size(), false);
+  for (size_t i = 0; i < order.size(); ++i) {
+    const int64_t c = order[i];
+    if (c < 0 || c >= static_cast<int64_t>(seen.size()) || seen[c]) {
+      return {"the order of the chunks is no permutation: place " + std::to_string(i) + " holds " +
+              std::to_string(c)};
+    }
+    seen[c] = true;
+  }
+  return {};
+}
+
+// What `limit` leaves out was asked for; what num_rows cuts off was not.
+Status check_mask_rows(const Call& call, Backend backend) {
+  std::vector<int32_t> kept, routed;
+  if (Status s = read(call, backend, call.out("expert_counts"), kept); !s.ok()) return s;
+  if (Status s = read(call, backend, call.out("routed_counts"), routed); !s.ok()) return s;
+  const int64_t limit = call.integer("limit");
+  int64_t left = limit >= 0 ? limit : call.axis('T') * call.axis('E');
+  for (size_t e = 0; e < kept.size(); ++e) {
+    const int64_t wanted = std::min<int64_t>(routed[e], left);
+    if (kept[e] != wanted) {
+      return {"the rows leave expert " + std::to_string(e) + " " + std::to_string(kept[e]) +
+              " of the " + std::to_string(wanted) + " that routing_map asks for"};
+    }
+    left -= wanted;
+  }
+  return {};
+}
+
 }  // namespace
 
 void set_debug_checks(bool on) { flag() = on; }
@@ -109,16 +185,23 @@ Status check_inputs_data(const Call& call, Backend backend) {
       op == "mark_experts") {
     return check_ids(call, backend, "indices", "indices", call.axis('E'));
   }
+  if (op == "read_row_map") return check_row_map(call, backend);
+  if (op == "place_chunks") return check_chunks(call, backend);
+  if (op == "sort_slots") {
+    return check_ids(call, backend, "indices", "indices", std::numeric_limits<int32_t>::max());
+  }
   if (op == "permute" || op == "combine_bwd") {
     if (Status s = check_slots(call, backend); !s.ok()) return s;
   }
-  if (op == "permute" || op == "permute_bwd" || op == "combine" || op == "combine_bwd") {
+  if (op == "permute" || op == "permute_bwd" || op == "combine" || op == "combine_bwd" ||
+      op == "invert_rows") {
     return check_ids(call, backend, "row_of_slot", "row_of_slot", call.axis('R'));
   }
   return {};
 }
 
 Status check_outputs_data(const Call& call, Backend backend) {
+  if (call.op.name == "plan_mask") return check_mask_rows(call, backend);
   if (call.op.name != "plan_dispatch") return {};
   // What capacity drops was asked for; what num_rows cuts off was not.
   std::vector<int32_t> kept, routed, rows;

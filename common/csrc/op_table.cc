@@ -390,6 +390,65 @@ std::vector<OpSpec> make_table() {
       .shard_axes = "D",
   });
 
+  // --- row maps: where rows go, as other libraries exchange it -----------------------------------
+  ops.push_back({
+      .name = "plan_mask",
+      .summary =
+          "The rows of a map of tokens by experts, ordered by expert, then token: the first "
+          "`limit` of them (-1: all), every expert's block padded to `alignment`; slot t * E + e "
+          "is token t at expert e. row_id_map[t] holds the token's n rows as they would lie "
+          "without padding, last expert first, from column E on their experts, and n in its last "
+          "column; -1 elsewhere. pad_offsets[e] is the padding before expert e.",
+      .inputs = {{"routing_map", "T E", "bool"}},
+      .outputs = {{"row_of_slot", "T E", "int32"},
+                  {"slot_of_row", "R", "int32"},
+                  {"row_id_map", "T W", "int32"},
+                  {"expert_counts", "E", "int32"},
+                  {"routed_counts", "E", "int32"},
+                  {"expert_offsets", "E+1", "int32"},
+                  {"pad_offsets", "E", "int32"}},
+      .attributes = {integer("num_rows", 0, "R"), integer("map_width", 3, "W"),
+                     integer("limit", -1), integer("alignment", 1)},
+      .cuda_scratch = true,
+  });
+  ops.push_back({
+      .name = "read_row_map",
+      .summary =
+          "row_of_slot[t, e] is the row of token t at expert e by a row_id_map of plan_mask, "
+          "moved down by pad_offsets[e]; -1 where there is none below num_rows.",
+      .inputs = {{"row_id_map", "T W", "int32"}, {"pad_offsets", "E", "int32", kOptional}},
+      .outputs = {{"row_of_slot", "T E", "int32"}},
+      .attributes = {integer("num_experts", 1, "E"), integer("num_rows", 0)},
+      .shard_axes = "T",
+  });
+  ops.push_back({
+      .name = "invert_rows",
+      .summary = "slot_of_row[r] is the slot with row_of_slot r, the last of several, or -1.",
+      .inputs = {{"row_of_slot", "T K", "int32"}},
+      .outputs = {{"slot_of_row", "R", "int32"}},
+      .attributes = {integer("num_rows", 0, "R")},
+  });
+  ops.push_back({
+      .name = "sort_slots",
+      .summary =
+          "The first R slots by id, ties by slot, for ids of any size; a slot with a negative "
+          "id is unused.",
+      .inputs = {{"indices", "T K", "int32"}},
+      .outputs = {{"row_of_slot", "T K", "int32"}, {"slot_of_row", "R", "int32"}},
+      .attributes = {integer("num_rows", 0, "R")},
+      .cuda_scratch = true,
+  });
+  ops.push_back({
+      .name = "place_chunks",
+      .summary =
+          "Neighbouring tokens form C chunks of split_sizes tokens; row_of_token lays the "
+          "chunks down in the order of sorted_indices. -1 for tokens past the last chunk, and "
+          "for rows that no token fills.",
+      .inputs = {{"split_sizes", "C", "int32"}, {"sorted_indices", "C", "int32"}},
+      .outputs = {{"row_of_token", "T", "int32"}, {"token_of_row", "T", "int32"}},
+      .attributes = {integer("num_tokens", 0, "T")},
+  });
+
   // --- experts ---------------------------------------------------------------------------------
   ops.push_back({
       .name = "grouped_matmul",
@@ -506,6 +565,24 @@ std::vector<OpSpec> make_table() {
       .inputs = {{"a", "R D", "<x>"}, {"b", "R D", "<x>"}},
       .outputs = {{"out", "R D", "<x>"}},
       .attributes = {},
+      .shard_axes = "R D",
+  });
+  ops.push_back({
+      .name = "cast",
+      .summary = "out = x in another dtype, rounded once. The frameworks' own casts may flush "
+                 "denormals.",
+      .inputs = {{"x", "R D", "<x>"}},
+      .outputs = {{"out", "R D", "@out_dtype"}},
+      .attributes = {dtype("out_dtype")},
+      .backward = {"cast_bwd"},
+      .shard_axes = "R D",
+  });
+  ops.push_back({
+      .name = "cast_bwd",
+      .summary = "grad_x = grad_out in the dtype of x, rounded once.",
+      .inputs = {{"grad_out", "R D", "@out_dtype"}},
+      .outputs = {{"grad_x", "R D", "@x_dtype"}},
+      .attributes = {dtype("out_dtype"), dtype("x_dtype", "x")},
       .shard_axes = "R D",
   });
   return ops;

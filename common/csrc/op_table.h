@@ -6,7 +6,8 @@
 // the op reference.
 //
 // Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product,
-// F expert hidden width, R permuted rows, S sequences, B bins or bytes.
+// F expert hidden width, R permuted rows, S sequences, B bins or bytes, C chunks,
+// W = 2 E + 1 columns of a row map.
 #pragma once
 
 #include <string>

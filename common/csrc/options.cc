@@ -51,11 +51,25 @@ Status check_options(const Call& call) {
     return {"row numbers are int32: tokens * top_k must stay below 2^31, got " +
             text(call.axis('T')) + " * " + text(call.axis('K'))};
   }
-  if (call.op.name == "plan_dispatch") {
+  if (call.op.name == "plan_mask" || call.op.name == "read_row_map") {
+    const int64_t tokens = call.axis('T'), experts = call.axis('E');
+    if (call.axis('W') != 2 * experts + 1) {
+      return {"row_id_map must have 2 * experts + 1 columns, got " + text(call.axis('W')) +
+              " for " + text(experts) + " experts"};
+    }
+    if (experts > 0 && tokens > limit / experts) {
+      return {"row numbers are int32: tokens * experts must stay below 2^31, got " + text(tokens) +
+              " * " + text(experts)};
+    }
+  }
+  if (call.op.name == "place_chunks" && call.axis('T') > limit) {
+    return {"row numbers are int32: tokens must stay below 2^31, got " + text(call.axis('T'))};
+  }
+  if (call.op.name == "plan_dispatch" || call.op.name == "plan_mask") {
     if (call.integer("alignment") > limit) {
       return {"alignment must stay below 2^31, got " + text(call.integer("alignment"))};
     }
-    if (call.integer("capacity") >= 0 &&
+    if (call.op.name == "plan_dispatch" && call.integer("capacity") >= 0 &&
         call.choice<DropOrder>("drop_order") == DropOrder::kWeight &&
         !call.in("weights").present()) {
       return {"drop_order='weight' needs weights"};

@@ -24,10 +24,10 @@ Every op exists as `torch.ops.duomoe.<name>` and as the XLA FFI target `duomoe.<
 functions of `jax_frontend` and `torch_frontend` call them; few users need an op itself.
 
 Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product,
-F expert hidden width, R permuted rows, S sequences, B bins or bytes. `x`, `w`, `b` and `g` as
-dtypes stand for any of float32, bfloat16 and float16; the same letter is the same dtype. Under
-`jit` an op is sharded along the axes that it names; outputs that lack such an axis are summed over
-the shards, all other axes are gathered.
+F expert hidden width, R permuted rows, S sequences, B bins or bytes, C chunks, W = 2 E + 1 columns
+of a row map. `x`, `w`, `b` and `g` as dtypes stand for any of float32, bfloat16 and float16; the
+same letter is the same dtype. Under `jit` an op is sharded along the axes that it names; outputs
+that lack such an axis are summed over the shards, all other axes are gathered.
 """
 
 

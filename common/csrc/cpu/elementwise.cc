@@ -65,5 +65,23 @@ DUOMOE_KERNEL(kCpu, add) {
   return {};
 }
 
+Status convert(const Call& call, const TensorView& from, const TensorView& to) {
+  constexpr int64_t kPart = 256;
+  const auto from_size = static_cast<int64_t>(item_size(from.dtype));
+  const auto to_size = static_cast<int64_t>(item_size(to.dtype));
+  parallel_blocks(call, to.size(), kGrain, [&](int64_t begin, int64_t end) {
+    float part[kPart];
+    for (int64_t i = begin; i < end; i += kPart) {
+      const int64_t n = std::min(kPart, end - i);
+      simd().load(from.dtype, from.as<const char>() + i * from_size, part, n);
+      simd().store(to.dtype, part, to.as<char>() + i * to_size, n);
+    }
+  });
+  return {};
+}
+
+DUOMOE_KERNEL(kCpu, cast) { return convert(call, call.in("x"), call.out("out")); }
+DUOMOE_KERNEL(kCpu, cast_bwd) { return convert(call, call.in("grad_out"), call.out("grad_x")); }
+
 }  // namespace
 }  // namespace duomoe::cpu

@@ -129,5 +129,24 @@ DUOMOE_KERNEL(kCuda, glu_bwd) {
   });
 }
 
+__global__ void convert(int64_t n, DType from_type, const void* from, DType to_type, void* to) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < n;
+       i += static_cast<int64_t>(gridDim.x) * kThreads) {
+    store(to_type, load(from_type, from, i), to, i);
+  }
+}
+
+Status run_convert(const Call& call, const TensorView& from, const TensorView& to) {
+  Queue queue(call);
+  queue.launch(convert, grid_for(to.size(), kThreads), kThreads, 0, to.size(), from.dtype,
+               static_cast<const void*>(from.data), to.dtype, to.data);
+  return queue.status();
+}
+
+DUOMOE_KERNEL(kCuda, cast) { return run_convert(call, call.in("x"), call.out("out")); }
+DUOMOE_KERNEL(kCuda, cast_bwd) {
+  return run_convert(call, call.in("grad_out"), call.out("grad_x"));
+}
+
 }  // namespace
 }  // namespace duomoe::cuda

@@ -6,7 +6,7 @@
 // counts into places, it gives every slot its rank among the expert's slots.
 #include "../options.h"
 #include "launch.h"
-#include "warp.h"
+#include "slot_order.cuh"
 
 namespace duomoe::cuda {
 namespace {
@@ -20,27 +20,17 @@ struct Slots {
   int64_t count, experts, per_block, blocks;
 };
 
-// f(slot, expert, rank) for the used slots of a block, and place[expert] raised by the expert's
-// slots. `rank` is the old place[expert] plus the number of the expert's slots before this one.
-// Slots with ids outside [0, E) are unused.
+// for_items_in_order over the slots of a block, by expert; slots with ids outside [0, E) are
+// unused.
 template <typename F>
 __device__ void for_slots_in_order(const Slots& slots, int64_t block, int32_t* place, F f) {
   const int64_t begin = block * slots.per_block;
   const int64_t end = begin + slots.per_block < slots.count ? begin + slots.per_block : slots.count;
-  const unsigned lanes_before = (1u << lane_id()) - 1;
-  for (int64_t first = begin; first < end; first += kLanes) {
-    const int64_t slot = first + lane_id();
-    int32_t e = slot < end ? slots.expert_of_slot[slot] : -1;
-    const bool used = e >= 0 && e < slots.experts;
-    if (!used) e = -1;
-    const unsigned peers = __match_any_sync(kAllLanes, e);
-    const int before = __popc(peers & lanes_before);
-    const int32_t old_place = used ? place[e] : 0;
-    if (used) f(slot, e, old_place + before);
-    __syncwarp();
-    if (used && before == 0) place[e] = old_place + __popc(peers);
-    __syncwarp();
-  }
+  const auto expert = [&](int64_t slot) {
+    const int32_t e = slots.expert_of_slot[slot];
+    return e < slots.experts ? e : -1;
+  };
+  for_items_in_order(begin, end, place, expert, f);
 }
 
 // places[b][e], zero before: the slots of expert e in block b.
@@ -61,14 +51,6 @@ __global__ void sum_over_blocks(Slots slots, int32_t* places, int32_t* routed_co
     total += count;
   }
   routed_counts[e] = total;
-}
-
-__device__ int64_t sum_of_lanes_up_to_mine(int64_t x) {
-  for (int width = 1; width < kLanes; width *= 2) {
-    const int64_t other = __shfl_up_sync(kAllLanes, x, width);
-    if (lane_id() >= width) x += other;
-  }
-  return x;
 }
 
 // Blocks of rows start at multiples of `alignment`; what passes the last row is dropped, and

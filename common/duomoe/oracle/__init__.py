@@ -6,7 +6,8 @@ A function has the name of its op, takes the op's inputs and attributes by keywo
 outputs by name: floats as float64 that is never rounded, integers and flags in the table's dtype.
 
 Axis letters: T tokens, E experts, K experts per token, D model width, N width of a product or
-columns of scores, F expert hidden width, R permuted rows, S sequences, G groups, B bins or bytes.
+columns of scores, F expert hidden width, R permuted rows, S sequences, G groups, B bins or bytes,
+C chunks, W = 2 E + 1 columns of a row map.
 """
 
 from duomoe.oracle.dense_routing import (
@@ -71,6 +72,15 @@ from duomoe.oracle.router import (
     selected_weights,
     unmasked,
 )
+from duomoe.oracle.row_maps import (
+    cast,
+    cast_bwd,
+    invert_rows,
+    place_chunks,
+    plan_mask,
+    read_row_map,
+    sort_slots,
+)
 from duomoe.oracle.scores import (
     log_scores,
     log_scores_bwd,
@@ -94,6 +104,8 @@ __all__ = [
     "aux_loss_bwd",
     "bin_positions",
     "bin_quantile",
+    "cast",
+    "cast_bwd",
     "combine",
     "combine_bwd",
     "count_mismatches",
@@ -109,6 +121,7 @@ __all__ = [
     "grouped_matmul_bwd_bias",
     "grouped_matmul_bwd_rows",
     "grouped_matmul_bwd_w",
+    "invert_rows",
     "live_tokens",
     "load_balancing_loss",
     "load_balancing_loss_bwd",
@@ -125,8 +138,11 @@ __all__ = [
     "permute",
     "permute_bwd",
     "permute_bwd_weights",
+    "place_chunks",
     "plan_dispatch",
+    "plan_mask",
     "ranking",
+    "read_row_map",
     "route",
     "route_bwd",
     "scale_rows",
@@ -136,6 +152,7 @@ __all__ = [
     "select",
     "selected_weights",
     "selection_values",
+    "sort_slots",
     "unmasked",
     "update_expert_bias",
     "update_expert_bias_by_quantile",

@@ -87,7 +87,7 @@ class Draw:
     """
 
     def __init__(self, options: Options, rng: np.random.Generator, run: RunOp) -> None:
-        self.options, self.rng, self._run = options, rng, run
+        self.options, self.rng, self.run = options, rng, run
 
     def normal(self, *shape: int, dtype: str | None = None, scale: float = 1.0) -> np.ndarray:
         """Normal numbers in `dtype`, or the options' dtype."""
@@ -104,6 +104,10 @@ class Draw:
         order = np.argsort(self.rng.random((o.tokens, o.experts)), axis=1)[:, : o.top_k]
         unused = self.rng.random((o.tokens, o.top_k)) < 0.1
         return np.where(unused, -1, order).astype(np.int32)
+
+    def mask(self) -> np.ndarray:
+        """[T, E] bool, the experts of `indices`."""
+        return np.any(self.indices()[..., None] == np.arange(self.options.experts), axis=1)
 
     def planned(self, *, alignment: int, capacity: bool) -> Case:
         """Inputs of plan_dispatch; `capacity` drops the lightest slots beyond the mean load."""
@@ -126,7 +130,7 @@ class Draw:
     def plan(self) -> dict[str, np.ndarray]:
         """A plan with padding rows, unused slots and dropped ones."""
         case = self.planned(alignment=8, capacity=True)
-        return self._run("plan_dispatch", case.inputs, case.attributes)
+        return self.run("plan_dispatch", case.inputs, case.attributes)
 
 
 Generator = Callable[[Draw], Iterator[Case]]
@@ -299,6 +303,66 @@ def _combine(draw: Draw) -> Iterator[Case]:
     inputs["rows"] = draw.normal(len(plan["slot_of_row"]), o.width)
     yield Case("weighted", inputs | {"weights": draw.uniform(o.tokens, o.top_k)}, {})
     yield Case("sum", inputs, {})
+
+
+@generates("plan_mask")
+def _plan_mask(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    mask = {"routing_map": draw.mask()}
+    routed = int(mask["routing_map"].sum())
+    for label, limit, alignment in (("padded", -1, 8), ("limit", routed * 3 // 4, 4)):
+        rows = (routed if limit < 0 else limit) + o.experts * (alignment - 1)
+        attributes = {"num_rows": rows // alignment * alignment, "map_width": 2 * o.experts + 1}
+        yield Case(label, mask, attributes | {"limit": limit, "alignment": alignment})
+
+
+@generates("read_row_map")
+def _read_row_map(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    mask = draw.mask()
+    rows = (int(mask.sum()) + 7 * o.experts) // 8 * 8
+    attributes = {"num_rows": rows, "limit": -1, "alignment": 8, "map_width": 2 * o.experts + 1}
+    plan = draw.run("plan_mask", {"routing_map": mask}, attributes)
+    sizes = {"num_experts": o.experts, "num_rows": rows}
+    inputs = {"row_id_map": plan["row_id_map"]}
+    yield Case("", inputs, sizes)
+    yield Case("padding", inputs | {"pad_offsets": plan["pad_offsets"]}, sizes)
+
+
+@generates("invert_rows")
+def _invert_rows(draw: Draw) -> Iterator[Case]:
+    plan = draw.plan()
+    rows = len(plan["slot_of_row"])
+    yield Case("", {"row_of_slot": plan["row_of_slot"]}, {"num_rows": rows})
+
+
+@generates("sort_slots")
+def _sort_slots(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    ids = draw.indices()
+    yield Case("", {"indices": ids}, {"num_rows": o.tokens * o.top_k})
+    large = np.where(ids < 0, -1, ids * np.int64(12345) % 2**31).astype(np.int32)
+    yield Case("large ids, drops", {"indices": large}, {"num_rows": o.tokens * o.top_k // 2})
+
+
+@generates("place_chunks")
+def _place_chunks(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    chunks = 2 * o.experts
+    shares = draw.rng.dirichlet(np.ones(chunks))
+    inputs = {
+        "split_sizes": draw.rng.multinomial(o.tokens * 9 // 10, shares).astype(np.int32),
+        "sorted_indices": draw.rng.permutation(chunks).astype(np.int32),
+    }
+    yield Case("", inputs, {"num_tokens": o.tokens})
+
+
+@generates("cast")
+def _cast(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    x = {"x": draw.normal(o.tokens, o.width)}
+    for dtype in ops.FLOAT_DTYPES:
+        yield Case(f"to {dtype}", x, {"out_dtype": dtype})
 
 
 @generates("grouped_matmul")
