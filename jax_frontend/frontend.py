@@ -56,13 +56,23 @@ class JaxFrontEnd:
         """The sum of both."""
         return jnp.add(buffer, value)
 
+    def read(self, name: str, x: Any) -> list[int]:
+        """The integers of an array of rank 1."""
+        try:
+            return np.asarray(x).tolist()
+        except jax.errors.TracerArrayConversionError:
+            raise ValueError(
+                f"{name} must be known while JAX traces the call: the number of rows follows from "
+                "it; or give num_out_tokens"
+            ) from None
+
     def dtype(self, x: jax.Array) -> str:
         """The dtype's name."""
         return x.dtype.name
 
     def cast(self, x: jax.Array, dtype: str) -> jax.Array:
-        """`x` in another dtype."""
-        return x.astype(dtype)
+        """`x` in another dtype, or what JAX makes of it without x64."""
+        return x.astype(jax.dtypes.canonicalize_dtype(dtype))
 
     def clip(self, x: jax.Array, low: int, high: int) -> jax.Array:
         """`x` limited to [low, high]."""

@@ -113,6 +113,10 @@ class TorchFrontEnd:
         """The buffer, with `value` added to it."""
         return buffer.add_(value)
 
+    def read(self, name: str, x: torch.Tensor) -> list[int]:
+        """The integers of a tensor of rank 1; waits for the device."""
+        return x.tolist()
+
     def dtype(self, x: torch.Tensor) -> str:
         """The dtype's name."""
         return bind.dtype_name(x)

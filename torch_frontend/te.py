@@ -1,29 +1,58 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Drop-in functions for users of `transformer_engine.pytorch.router`; on any device.
+"""Drop-in functions for users of `transformer_engine.pytorch`'s router and permutation; on any
+device.
 
-Axis letters: T tokens, E experts, K experts per token, B bins, S sequences.
+Axis letters: T tokens, E experts, K experts per token, B bins, S sequences, D model width,
+R permuted rows, C chunks.
 """
 
 from __future__ import annotations
 
 import torch
 from duomoe.te import QBHistogramMode, RouterFunctions, RoutingMapFormat, ScoreFunction
+from duomoe.te_chunks import ChunkFunctions, PureJaxPermState
 
 from torch_frontend.frontend import TorchFrontEnd
 
 __all__ = [
+    "PureJaxPermState",
     "QBHistogramMode",
     "RoutingMapFormat",
     "ScoreFunction",
     "fused_compute_score_for_moe_aux_loss",
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+    "pure_jax_token_combine",
+    "pure_jax_token_dispatch",
+    "sort_chunks_by_index",
+    "token_combine",
+    "token_dispatch",
 ]
 
 _functions = RouterFunctions(TorchFrontEnd())
 
 fused_compute_score_for_moe_aux_loss = _functions.fused_compute_score_for_moe_aux_loss
+
+_permutation = ChunkFunctions(TorchFrontEnd())
+
+moe_permute = _permutation.moe_permute
+moe_permute_and_pad_with_probs = _permutation.moe_permute_and_pad_with_probs
+moe_permute_with_probs = _permutation.moe_permute_with_probs
+moe_sort_chunks_by_index = _permutation.moe_sort_chunks_by_index
+moe_sort_chunks_by_index_with_probs = _permutation.moe_sort_chunks_by_index_with_probs
+moe_unpermute = _permutation.moe_unpermute
+pure_jax_token_combine = _permutation.pure_jax_token_combine
+pure_jax_token_dispatch = _permutation.pure_jax_token_dispatch
+sort_chunks_by_index = _permutation.sort_chunks_by_index
+token_combine = _permutation.token_combine
+token_dispatch = _permutation.token_dispatch
 
 
 def fused_topk_with_score_function(

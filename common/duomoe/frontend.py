@@ -30,6 +30,11 @@ class FrontEnd(Protocol):
     def accumulate(self, buffer: Array, value: Array) -> Array:
         """The sum of both: in the buffer itself where arrays are mutable."""
 
+    def read(self, name: str, x: Array) -> list[int]:
+        """The integers of an array of rank 1, on the host; ValueError naming the argument where
+        they are not known yet.
+        """
+
     def dtype(self, x: Array) -> str:
         """The dtype's name, as NumPy or ml_dtypes writes it."""
 
