@@ -254,6 +254,30 @@ def test_layers_with_a_router(model_type: str, options: dict) -> None:
             assert RouterConfig.from_hf(real, layer=layer) == RouterConfig.from_hf(real)
 
 
+LAYERS_OF_NEMOTRON = [
+    {"layers_block_type": ["mamba", "moe", "attention", "mlp", "moe"]},
+    {"layers_block_type": ["linear_attention", "moe", "full_attention"], "num_hidden_layers": 7},
+    {"hybrid_override_pattern": "MEM*-E"},
+]
+
+
+@pytest.mark.parametrize("options", LAYERS_OF_NEMOTRON)
+def test_layers_of_nemotron_h(options: dict) -> None:
+    case = BY_TYPE["nemotron_h"]
+    real = case.config(**options)
+    kinds = ["moe" if name == "moe" else "dense" for name in real.layers_block_type]
+    assert hf.layer_kinds(real) == kinds
+    assert hf.layer_kinds({"model_type": "nemotron_h", **options}) == kinds
+    for layer, kind in enumerate(kinds):
+        with torch.device("meta"):
+            mixer = case.modeling("NemotronHBlock")(real, layer).mixer
+        assert isinstance(mixer, case.modeling("NemotronHMoE")) == (kind == "moe")
+    wrong = {"layers_block_type": ["mamba", "x"], "hybrid_override_pattern": "MX"}
+    for key, value in wrong.items():
+        with pytest.raises(ValueError, match=f"{key} must hold .*, got '[xX]'"):
+            hf.layer_kinds({"model_type": "nemotron_h", key: value})
+
+
 def test_routers_that_differ_by_layer() -> None:
     real = CASES["hunyuan_v1_moe"].config(num_experts=8, moe_topk=[1, 2, 3], num_hidden_layers=3)
     gate = CASES["hunyuan_v1_moe"].modeling("HunYuanMoEV1Gate")

@@ -184,6 +184,7 @@ CASES = {
     ),
     "deepseek_v32": Case("deepseek_v32", "DeepseekV32", GROUPED, **SIGMOID),
     "bailing_hybrid": Case("bailing_hybrid", "BailingHybrid", KIMI, **SIGMOID),
+    "nemotron_h": Case("nemotron_h", "NemotronH", GROUPED, **SIGMOID),
     "kimi_k2": Case(
         "deepseek_v3",
         "DeepseekV3",

@@ -16,6 +16,7 @@ from duomoe.layer_rules import (
     HASH_LAYERS,
     INTERLEAVED,
     INTERVAL,
+    MIXERS,
     SPARSE_STEP,
     LayerRule,
     leading_dense,
@@ -244,6 +245,23 @@ DEEPSEEK_V32 = dataclasses.replace(
     keys=DEEPSEEK_SPARSE,
     layers=typed_layers("first_k_dense_replace", 3),
     other=frozenset({"index_topk"}),
+)
+NEMOTRON_H = Family(
+    "nemotron_h",
+    DEEPSEEK,
+    _defaults(8, 2, scale=1.0, **ONE_GROUP),
+    4,
+    layers=MIXERS,
+    choices=SIGMOID_NOAUX,
+    other=frozenset(
+        {
+            "n_groups",
+            "mamba_n_groups",
+            "moe_latent_size",
+            "moe_shared_expert_intermediate_size",
+            "moe_shared_expert_overlap",
+        }
+    ),
 )
 # transformers has no class of this name, so there are no defaults to take.
 KIMI_K2 = dataclasses.replace(

@@ -105,3 +105,25 @@ def _interval(values: Mapping[str, Any], count: int) -> list[str]:
 INTERVAL = LayerRule(
     {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1}, _interval
 )
+
+
+# The names, the older ones among them, and the letters of hybrid_override_pattern.
+_MIXERS = {"moe": MOE} | dict.fromkeys(
+    ("linear_attention", "full_attention", "mamba", "attention", "mlp"), DENSE
+)
+_MIXER_LETTERS = {"E": MOE, "M": DENSE, "*": DENSE, "-": DENSE}
+
+
+def _mixers(values: Mapping[str, Any], count: int) -> list[str]:
+    # The class takes the number of layers from the list, whatever num_hidden_layers says.
+    if (names := values["layers_block_type"]) is not None:
+        length = len(names) if isinstance(names, (list, tuple)) else count
+        return _names("layers_block_type", names, length, _MIXERS)
+    if (pattern := values["hybrid_override_pattern"]) is not None:
+        letters = list(pattern) if isinstance(pattern, str) else pattern
+        length = len(letters) if isinstance(letters, list) else count
+        return _names("hybrid_override_pattern", letters, length, _MIXER_LETTERS)
+    return [DENSE, MOE, DENSE, DENSE]
+
+
+MIXERS = LayerRule({"layers_block_type": None, "hybrid_override_pattern": None}, _mixers)

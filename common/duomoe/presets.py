@@ -184,7 +184,12 @@ deepseek_v3 = _preset(
             "eps": 1e-20,
             "scale": 2.5,
         },
-        (families.DEEPSEEK_V3, families.DEEPSEEK_V32, families.BAILING_HYBRID),
+        (
+            families.DEEPSEEK_V3,
+            families.DEEPSEEK_V32,
+            families.BAILING_HYBRID,
+            families.NEMOTRON_H,
+        ),
         source="arXiv:2412.19437, section 2.1.2, and the transformers class",
         bias=SIGMOID_BIAS,
         outside=SHARED,
