@@ -21,7 +21,7 @@ def run(code: str) -> str:
 def test_shared_package_imports_no_framework() -> None:
     loaded = run(
         "import duomoe, duomoe.functional, duomoe.oracle, duomoe.cli, duomoe.convert\n"
-        "import duomoe.replay, sys; print(*sys.modules)"
+        "import duomoe.replay, duomoe.hf_weights, sys; print(*sys.modules)"
     ).split()
     assert not {"jax", "torch", "flax", "safetensors"} & set(loaded)
 

@@ -264,3 +264,24 @@ class ExpertConfig:
             "limit": self.limit or 0.0,
             "up_offset": self.up_offset,
         }
+
+    @classmethod
+    def from_hf(cls, config: Any) -> ExpertConfig:
+        """Read the experts of a Hugging Face config; docs/hf.md lists the model_types.
+
+        Keys that the config leaves out have the defaults of the model's class in transformers.
+        transformers itself is not needed. What ExpertConfig and MoEParams cannot express is
+        refused. `duomoe.hf_weights` converts the parameters.
+
+        Args:
+            config: as in `RouterConfig.from_hf`.
+
+        Raises:
+            ValueError: on an unknown model_type or value, or a key that looks like an option of
+                the router or the experts and is not known; it names the key, the value and what is
+                allowed. TypeError: on another kind of config.
+            FileNotFoundError: on a path that is not there; names of a model hub are not looked up.
+        """
+        from duomoe import hf_experts  # it needs this module
+
+        return hf_experts.read(config)

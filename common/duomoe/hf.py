@@ -85,7 +85,7 @@ def _text(values: dict[str, Any]) -> dict[str, Any]:
     return text if text.get("model_type") is not None else {**text, "model_type": default}
 
 
-class _Reader:
+class Reader:
     """One config, read as its family says."""
 
     def __init__(self, config: Any) -> None:
@@ -206,7 +206,7 @@ class _Reader:
 
 def read(config: Any, *, layer: int | None = None) -> RouterConfig:
     """The router of a config; `RouterConfig.from_hf` says how."""
-    return _Reader(config).router(layer)
+    return Reader(config).router(layer)
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -219,4 +219,4 @@ def layer_kinds(config: Any) -> list[str]:
     Raises:
         ValueError: as `RouterConfig.from_hf` does for model_type and the keys about layers.
     """
-    return _Reader(config).layer_kinds()
+    return Reader(config).layer_kinds()
