@@ -213,7 +213,7 @@ def run(
     gradients = {name: torch.zeros_like(t) for name, t in module.state_dict().items()}
     gradients |= dict(zip(named, pulled[1:], strict=True))
     as_float = {n: g.float() if g.dtype == torch.float64 else g for n, g in gradients.items()}
-    fields = hf_weights.moe_params(numbers(as_float), config)
+    fields = hf_weights.moe_params(as_float, config)
     fields.pop("expert_bias")
     return {"output": to_numpy(y), "x": to_numpy(pulled[0])} | {
         n: a for n, a in fields.items() if a is not None
@@ -255,7 +255,7 @@ def sample(name: str, dtype: str, **options: Any) -> Sample:
     torch_dtype = getattr(torch, dtype)
     module = random_module(block, config, torch_dtype, rng)
     state = module.state_dict()
-    fields = hf_weights.moe_params(numbers(state), config)
+    fields = hf_weights.moe_params(state, config)
     tie = {"float32": 2.0**-18, "bfloat16": 2.0**-6}[dtype]
     parts: list[np.ndarray] = []
     while sum(map(len, parts)) < TOKENS:

@@ -34,6 +34,8 @@ def test_example_runs(code: str) -> None:
     for framework in ("jax", "torch"):
         if f"{framework}_frontend" in code:
             pytest.importorskip(framework)
+    if "transformers" in code:
+        pytest.importorskip("transformers")
     result = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", code],
         capture_output=True,

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -131,6 +133,17 @@ def test_families_are_consistent() -> None:
                 wanted = hf_weights.AXES[field].replace("1", "").split()
                 assert sorted(letters) == sorted(wanted)
             assert ("2" in tensor.axes) == (len(tensor.fields) == 2)
+
+
+def test_docs_list_the_model_types() -> None:
+    root = Path(__file__).parents[1]
+    table = (root / "docs" / "hf.md").read_text().split("## ")[1]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    listed = re.findall(r"`(\w+)`", " ".join(rows))
+    assert sorted(listed) == sorted(expert_families.BY_TYPE)
+    count = f"{len(listed)} model types"
+    assert count in (root / "README.md").read_text()
+    assert count in (root / "CHANGELOG.md").read_text()
 
 
 # -- hf_weights ------------------------------------------------------------------------------------

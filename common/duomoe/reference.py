@@ -13,7 +13,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from duomoe import RouterConfig, convert, debug_checks, hf, ops, presets, results, router_page
+from duomoe import (
+    ExpertConfig,
+    RouterConfig,
+    convert,
+    debug_checks,
+    hf,
+    hf_weights,
+    ops,
+    presets,
+    results,
+    router_page,
+)
 from duomoe.replay import RoutingRecord
 
 HEADER = """# Op reference
@@ -73,7 +84,7 @@ Made from the docstrings by `make reference`; a test compares the two.
 one that names where tokens are spread: `axis_name` in JAX, `group` in PyTorch. Arrays are
 `jax.Array` (or NumPy arrays) or `torch.Tensor`. In the `te` modules each front end keeps the order
 of arguments that its users know; see [te](te.md). What begins with `duomoe.` needs no framework:
-see [replay](replay.md) and [convert](convert.md).
+see [replay](replay.md), [convert](convert.md) and [hf](hf.md).
 """
 
 RECORD_METHODS = (
@@ -86,6 +97,7 @@ RECORD_METHODS = (
     "save",
     "load",
 )
+WEIGHT_FUNCTIONS = ("moe_params", "hf_state_dict")
 CONVERT_FUNCTIONS = (
     "to_numpy",
     "flatten",
@@ -118,11 +130,13 @@ def api_page() -> str:
     frontend = importlib.import_module("torch_frontend")
     entries = [(n, getattr(frontend, n)) for n in frontend.__all__ if n.islower()]
     entries += [("RouterConfig", RouterConfig), ("RouterConfig.from_hf", RouterConfig.from_hf)]
+    entries += [("ExpertConfig", ExpertConfig), ("ExpertConfig.from_hf", ExpertConfig.from_hf)]
     entries += [(record.__name__, record) for record in results.RECORDS]
     entries += [("duomoe.hf.layer_kinds", hf.layer_kinds), ("duomoe.debug_checks", debug_checks)]
     entries += [("duomoe.RoutingRecord", RoutingRecord)]
     entries += [(f"duomoe.RoutingRecord.{n}", getattr(RoutingRecord, n)) for n in RECORD_METHODS]
     entries += [(f"duomoe.convert.{n}", getattr(convert, n)) for n in CONVERT_FUNCTIONS]
+    entries += [(f"duomoe.hf_weights.{n}", getattr(hf_weights, n)) for n in WEIGHT_FUNCTIONS]
     te = importlib.import_module("torch_frontend.te")
     entries += [(f"torch_frontend.te.{n}", getattr(te, n)) for n in te.__all__ if n.islower()]
     sections = [_api_section(name, thing) for name, thing in entries]
