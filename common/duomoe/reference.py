@@ -131,6 +131,7 @@ def api_page() -> str:
     entries = [(n, getattr(frontend, n)) for n in frontend.__all__ if n.islower()]
     entries += [("RouterConfig", RouterConfig), ("RouterConfig.from_hf", RouterConfig.from_hf)]
     entries += [("ExpertConfig", ExpertConfig), ("ExpertConfig.from_hf", ExpertConfig.from_hf)]
+    entries += [("RouterConfig.capacity", RouterConfig.capacity)]
     entries += [(record.__name__, record) for record in results.RECORDS]
     entries += [("duomoe.hf.layer_kinds", hf.layer_kinds), ("duomoe.debug_checks", debug_checks)]
     entries += [("duomoe.RoutingRecord", RoutingRecord)]
