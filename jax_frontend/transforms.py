@@ -32,6 +32,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_frontend.mesh_specs import on_mesh, spec_entry
+
 DTYPES = {
     "float32": np.dtype("float32"),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -96,10 +98,6 @@ def _mesh_axes(entry: Any) -> tuple[Any, ...]:
     return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def _spec_entry(axes: tuple[Any, ...]) -> Any:
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
 class Layout:
     """How the shardable axes of a bound op lie on the mesh, read off its operands."""
 
@@ -122,7 +120,7 @@ class Layout:
 
     def spec(self, tensor: ops.TensorSpec) -> PartitionSpec:
         """The partition of an input or output."""
-        return PartitionSpec(*(_spec_entry(self.axes.get(letter, ())) for letter in tensor.axes))
+        return PartitionSpec(*(spec_entry(self.axes.get(letter, ())) for letter in tensor.axes))
 
     def add_up(self, results: Arrays) -> Arrays:
         """Sum the outputs that lack a sharded axis over its mesh axes."""
@@ -157,11 +155,12 @@ def _sharding_rule(bound: Bound) -> tuple[str, tuple[str, ...]]:
     return rule, tuple(f for axis, f in factors.items() if axis not in bound.op.shard_axes)
 
 
-def _partitioned(bound: Bound) -> Callable[..., Arrays]:
+def _partitioned(bound: Bound, context: Any) -> Callable[..., Arrays]:
     wrapped = custom_partitioning(bound.__call__)
 
     def partition(mesh: Any, args: Any, results: Any) -> Any:
-        layout = Layout(bound, mesh, [a.shape for a in args], [a.sharding.spec for a in args])
+        mesh, specs = on_mesh(mesh, args, context)
+        layout = Layout(bound, mesh, [a.shape for a in args], specs)
         tokens = layout.axes.get("T", ())
         # Which sequence a token belongs to depends on where the slice starts.
         slices = bool(tokens) and "first_token" in {s.name for s in bound.op.inputs}
@@ -312,11 +311,13 @@ def _mapped(f: Callable[..., Arrays], in_batched: tuple[bool, ...]) -> Callable[
 
 @functools.lru_cache(maxsize=4096)
 def _bound_call(
-    name: str, present: tuple[bool, ...], attributes: Attributes
+    name: str, present: tuple[bool, ...], attributes: Attributes, context: Any
 ) -> Callable[..., Arrays]:
-    """An op as a function of its present inputs, without a derivative."""
+    """An op as a function of its present inputs, traced under an abstract mesh, without a
+    derivative.
+    """
     bound = Bound(TABLE[name], present, attributes)
-    partitioned = _partitioned(bound)
+    partitioned = _partitioned(bound, context)
 
     @custom_vmap
     def batched(*arrays: jax.Array) -> Arrays:
@@ -365,7 +366,8 @@ def _static_attributes(op: ops.Op, attributes: Mapping[str, Any]) -> Attributes:
 
 def _apply(op: ops.Op, inputs: Sequence[jax.Array | None], attributes: Mapping[str, Any]) -> Arrays:
     present = tuple(x is not None for x in inputs)
-    return _bound_call(op.name, present, _static_attributes(op, attributes))(
+    context = jax.sharding.get_abstract_mesh()
+    return _bound_call(op.name, present, _static_attributes(op, attributes), context)(
         *(x for x in inputs if x is not None)
     )
 

@@ -150,6 +150,24 @@ def test_uneven_shards_are_not_summed_with_padding(rng) -> None:
     np.testing.assert_allclose(grad, want_grad, rtol=2e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    "spec", [P("a"), P("b", "a"), P(("a", "b")), P(("b", "a")), P(None, "b"), P()], ids=str
+)
+def test_constraint_within_the_program_alone(spec: P, rng) -> None:
+    """JAX names the mesh of set_mesh to no operand then; the shards are still routed as such."""
+    z = normal(rng, (48, 8))
+    constrain = lambda z: jax.lax.with_sharding_constraint(z, spec)
+    f = lambda z: statistics_loss(constrain(z), num_sequences=3)
+    want = jax.value_and_grad(functools.partial(statistics_loss, num_sequences=3))(z)
+    with jax.set_mesh(mesh((2, 2), ("a", "b"))):
+        lowered = jax.jit(jax.value_and_grad(f)).lower(z)
+        compiled = lowered.compile()
+    for got, wanted in zip(compiled(z), want, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-8)
+    if spec and spec[0] is not None:
+        assert not [line for line in all_gathers(compiled.as_text()) if "48,8" in line]
+
+
 @pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(("a", "b"))], ids=str)
 def test_sharded_block_equals_unsharded(spec: P, rng) -> None:
     parameters = block_parameters(rng, 8, 16, 32)
