@@ -34,6 +34,28 @@ def test_front_end_does_not_import_the_other_framework(package: str, other: str)
     assert other not in run(f"import {package}, sys; print(*sys.modules)").split()
 
 
+def test_front_end_does_not_import_flax() -> None:
+    pytest.importorskip("jax")
+    assert "flax" not in run("import jax_frontend, sys; print(*sys.modules)").split()
+
+
+@pytest.mark.parametrize("module", ["jax_frontend.linen", "jax_frontend.nnx"])
+def test_missing_flax(module: str) -> None:
+    pytest.importorskip("jax")
+    message = run(
+        f"""
+import sys
+sys.modules["flax"] = None
+try:
+    import {module}
+except ImportError as error:
+    print(error)
+"""
+    )
+    wanted = f"{module} needs flax 0.12.8 or newer: pip install 'flax>=0.12.8'"
+    assert message.strip() == wanted
+
+
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_missing_framework(framework: str) -> None:
     message = run(
