@@ -8,36 +8,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
-import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-THREADS = 2
-WARM_UP, REPEATS = 2, 5  # calls of a contestant in its turn
-# Before the frameworks are imported: XLA sizes its pool by the CPUs that it may run on.
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
-os.environ["OMP_NUM_THREADS"] = str(THREADS)
+from cpu_common import REPEATS, THREADS, Run, Times, cpu_model, milliseconds, write_record
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import jaxlib  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from duomoe import RouterConfig  # noqa: E402
+# isort: split
 
-import jax_frontend  # noqa: E402
-import torch_frontend  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from duomoe import RouterConfig
+
+import jax_frontend
+import torch_frontend
 
 torch.set_num_threads(THREADS)
-Run = Callable[[], Any]
 DEEPSEEK = RouterConfig(
     256, 8, score="sigmoid", num_groups=8, group_top_k=4, group_score_k=2, eps=1e-20, scale=2.5
 )
@@ -256,33 +248,6 @@ def checked_runs(shape: Shape, compiled: bool) -> dict[str, Run]:
     return runs
 
 
-Times = dict[str, dict[str, float]]
-
-
-def milliseconds(runs_of: dict[str, dict[str, Run]], rounds: int) -> dict[str, Times]:
-    """{case: {run: fastest and median}}.
-
-    All take turns in every round, so that a slow phase of the machine spoils a round rather than
-    a case; each run first wakes its own threads and fills the caches.
-    """
-    samples: dict[str, dict[str, list[float]]] = {
-        case: {name: [] for name in runs} for case, runs in runs_of.items()
-    }
-    for _ in range(rounds):
-        for case, runs in runs_of.items():
-            for name, run in runs.items():
-                for _ in range(WARM_UP):
-                    run()
-                for _ in range(REPEATS):
-                    start = time.perf_counter()
-                    run()
-                    samples[case][name].append(1e3 * (time.perf_counter() - start))
-    return {
-        case: {n: {"fastest": min(s), "median": statistics.median(s)} for n, s in runs.items()}
-        for case, runs in samples.items()
-    }
-
-
 # -- growth and memory -----------------------------------------------------------------------------
 
 
@@ -332,13 +297,7 @@ def memory_in_subprocess(shape: Shape) -> dict[str, int]:
 # -- report ----------------------------------------------------------------------------------------
 
 
-def cpu_model() -> str:
-    """As /proc/cpuinfo has it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-
-
-def print_shape(name: str, t: dict[str, dict[str, float]]) -> None:
+def print_shape(name: str, t: Times) -> None:
     """One row per direction: times, and how many times as fast ours are."""
     for direction in ("forward", "backward", "vjp"):
         cells = []
@@ -385,22 +344,11 @@ def main() -> None:
     memory = {t: memory_in_subprocess(dataclasses.replace(MAIN, tokens=t)) for t in (4096, 65536)}
     print(f"bytes beyond inputs and outputs: {memory}")
     if options.json:
-        record = {
-            "date": datetime.date.today().isoformat(),
-            "cpu": cpu_model(),
-            "threads": THREADS,
-            "versions": {
-                "torch": torch.__version__,
-                "jax": jax.__version__,
-                "jaxlib": jaxlib.__version__,
-            },
-            "rounds": options.rounds,
-            "milliseconds": shapes,
-            "nanoseconds_per_token": rows,
-            "extra_bytes": memory,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        write_record(
+            options.json,
+            options.rounds,
+            {"milliseconds": shapes, "nanoseconds_per_token": rows, "extra_bytes": memory},
+        )
 
 
 if __name__ == "__main__":
