@@ -145,3 +145,27 @@ def test_permute_then_combine_is_the_identity_for_one_slot(adapter: Adapter) -> 
     rows = adapter.call("permute", {"x": x, **both}, {})["rows"]
     np.testing.assert_array_equal(rows, oracle.permute(x=x, **both)["rows"])
     np.testing.assert_array_equal(adapter.call("combine", {"rows": rows, **both}, {})["y"], x)
+
+
+def test_outputs_past_the_caches(adapter: Adapter) -> None:
+    """Large outputs are written another way; padding rows lie between the others."""
+    rng = np.random.default_rng(5)
+    tokens, experts, top_k, width = 1200, 6, 3, 2500
+    indices = rng.random((tokens, experts)).argsort(axis=1)[:, :top_k]
+    plan = plan_of(adapter, indices, experts, alignment=64, num_rows=tokens * top_k + 384)
+    slot_of_row = plan["slot_of_row"]
+    kept = slot_of_row >= 0
+    x, weights = (rng.standard_normal((tokens, n)).astype("f4") for n in (width, top_k))
+    token_of_row = slot_of_row // top_k
+    rows = adapter.call(
+        "permute",
+        {"x": x, "row_of_slot": plan["row_of_slot"], "slot_of_row": slot_of_row},
+        {},
+    )["rows"]
+    assert rows.nbytes >= 2**25
+    np.testing.assert_array_equal(rows, np.where(kept[:, None], x[token_of_row], 0))
+    inputs = {"grad_y": x, "rows": rows, "weights": weights}
+    inputs |= {name: plan[name] for name in ("row_of_slot", "slot_of_row")}
+    grad_rows = adapter.call("combine_bwd", inputs, {})["grad_rows"]
+    factor = np.where(kept, weights.reshape(-1)[slot_of_row], 0)[:, None]
+    np.testing.assert_array_equal(grad_rows, np.where(kept[:, None], factor * x[token_of_row], 0))

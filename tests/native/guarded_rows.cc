@@ -57,7 +57,8 @@ float draw_logit(int kind) {
 void draw_tensor(const duomoe::TensorSpec& spec) {
   TensorView view{.dtype = static_cast<DType>(options["probs_dtype"]), .rank = 0};
   for (char c : spec.axes) {
-    if (c != ' ') view.shape[view.rank++] = axes[c];
+    if (c >= 'A') view.shape[view.rank++] = axes[c];
+    if (c == '+') ++view.shape[view.rank - 1];  // "E+1"
   }
   if (spec.dtype == "float32") view.dtype = DType::kFloat32;
   if (spec.dtype == "int32") view.dtype = DType::kInt32;
@@ -133,6 +134,28 @@ void run_case(int experts, int top_k) {
   if (top_k < experts) run_op("count_quantile_bins");
 }
 
+// Dispatch and the experts' products, on the plan of what `route` left or, now and then, on numbers
+// drawn at random.
+void run_experts() {
+  const int slots = axes['T'] * axes['K'];
+  axes['D'] = draw(1, 3) * draw(1, 90);
+  axes['N'] = draw(1, 3) * draw(1, 90);
+  axes['R'] = options["num_rows"] = slots + draw(-slots, 40);
+  options["alignment"] = draw(1, 9);
+  options["capacity"] = draw(-1, 20);
+  for (const char* stale : {"row_of_slot", "slot_of_row", "expert_counts", "expert_offsets"}) {
+    tensors.erase(stale);
+  }
+  if (draw(0, 4)) run_op("plan_dispatch");
+  for (const char* op : {"permute", "permute_bwd", "combine", "combine_bwd", "grouped_matmul",
+                         "grouped_matmul_bwd_rows", "grouped_matmul_bwd_w"}) {
+    for (const char* stale : {"x", "rows", "grad_rows", "grad_y", "w", "grad_out"}) {
+      tensors.erase(stale);
+    }
+    run_op(op);
+  }
+}
+
 int main() {
   std::vector sets = {loops};
 #if defined(__x86_64__)
@@ -142,7 +165,10 @@ int main() {
   for (const auto* set : sets) {
     loops = set;
     for (int e = 1; e <= 1000; e += e == 300 ? 700 : 1) {
-      for (int top_k : {1, draw(1, std::min(e, 34)), draw(1, e), e}) run_case(e, top_k);
+      for (int top_k : {1, draw(1, std::min(e, 34)), draw(1, e), e}) {
+        run_case(e, top_k);
+        if (e < 30) run_experts();
+      }
     }
   }
   std::printf("%d calls with %zu instruction sets, %d faults\n", calls, sets.size(), faults);

@@ -15,7 +15,10 @@ namespace duomoe::cpu {
 
 // Outputs from this size on are written past the caches: little of them would be left there for
 // who reads them next, and a line that is written whole need not be read first.
-constexpr int64_t kStreamedBytes = int64_t{1} << 25;
+#if !defined(DUOMOE_STREAMED_BYTES)  // a test has another size
+#define DUOMOE_STREAMED_BYTES (int64_t{1} << 25)
+#endif
+constexpr int64_t kStreamedBytes = DUOMOE_STREAMED_BYTES;
 
 // Copies past the caches. fence_streams() before another thread reads the copy.
 inline void copy_stream(const char* from, int64_t bytes, char* to) {
