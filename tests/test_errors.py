@@ -441,3 +441,21 @@ def test_mixed_devices_and_groups(torch_adapter) -> None:
         match="route: all arguments must be on one device, but bias is on meta and others",
     ):
         tf.route(torch.zeros(6, 8), CONFIG, bias=torch.zeros(8, device="meta"))
+
+
+def test_slot_numbers_are_int32(adapter) -> None:
+    """Also where max_rows makes the rows few."""
+
+    def call(ids):
+        return adapter.functions.plan_dispatch(ids, 8, max_rows=1024)
+
+    message = r"slot numbers are int32: T \* K must stay below 2\^31, got 2147483648"
+    with pytest.raises(ValueError, match=message):
+        if adapter.name == "jax":
+            import jax
+
+            jax.eval_shape(call, jax.ShapeDtypeStruct((2**28, 8), np.int32))
+        else:
+            import torch
+
+            call(torch.empty((2**28, 8), dtype=torch.int32, device="meta"))

@@ -1,6 +1,8 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of all instruction sets give the same bits, and no kernel leaves its scratch rows."""
+"""The loops of all instruction sets give the same bits, no kernel leaves its scratch rows, and
+tensors may have more than 2^32 elements.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "common" / "csrc"
 NEEDED = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq")
+NO_ADDRESS_SPACE = 77  # the exit status of large_tensors.cc
 
 
 def test_instruction_sets_agree(tmp_path: Path) -> None:
@@ -38,6 +41,24 @@ def test_instruction_sets_agree(tmp_path: Path) -> None:
     subprocess.run([*command, str(source), *objects, "-o", str(program)], check=True)
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.stdout == "0 different\n", result.stdout
+
+
+def test_more_than_2_to_the_32_elements(tmp_path: Path) -> None:
+    library = ROOT / "common" / "duomoe" / "lib" / "libduomoe.so"
+    if not library.exists():
+        pytest.skip("the core was not built in this tree")
+    if not shutil.which("g++"):
+        pytest.skip("no g++")
+    program = tmp_path / "large_tensors"
+    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", f"-I{CORE}"]
+    source = ROOT / "tests" / "native" / "large_tensors.cc"
+    linked = [str(library), f"-Wl,-rpath,{library.parent}"]
+    subprocess.run([*command, str(source), *linked, "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    if result.returncode == NO_ADDRESS_SPACE:
+        pytest.skip("this system lends no address space beyond its memory")
+    assert result.stdout.endswith(" comparisons, 0 faults\n"), (result.returncode, result.stdout)
+    assert int(result.stdout.split()[0]) > 350
 
 
 SANITIZE = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]

@@ -96,6 +96,8 @@ class DispatchFunctions(Functions):
         alignment: int,
         max_rows: int | None,
     ) -> int:
+        if slots > arguments.INT32_MAX:
+            raise ValueError(f"slot numbers are int32: T * K must stay below 2^31, got {slots}")
         num_rows = plan_rows(slots, num_experts, capacity, alignment, max_rows)
         if num_rows > arguments.INT32_MAX:
             raise ValueError(

@@ -126,10 +126,10 @@ __device__ Prefix block_prefix(bool yes, int* totals) {
   return prefix;
 }
 
-// How many of n keys are at least `bound`.
-__device__ int count_from(const uint32_t* keys, int n, uint32_t bound, int* totals) {
+// How many of n keys are at least `bound`. Positions are 64-bit: n may be close to 2^31.
+__device__ int count_from(const uint32_t* keys, int64_t n, uint32_t bound, int* totals) {
   int count = 0;
-  for (int i = threadIdx.x; i < n; i += kSelectThreads) count += keys[i] >= bound;
+  for (int64_t i = threadIdx.x; i < n; i += kSelectThreads) count += keys[i] >= bound;
   count = warp_sum(count);
   if (lane_id() == 0) totals[warp_id()] = count;
   __syncthreads();
@@ -163,8 +163,8 @@ __global__ void __launch_bounds__(kSelectThreads)
            (threshold == 0xffffffffu ? 0 : count_from(keys, n, threshold + 1, totals));
   }
   int stayed = 0;
-  for (int begin = 0; begin < n; begin += kSelectThreads) {
-    const int i = begin + static_cast<int>(threadIdx.x);
+  for (int64_t begin = 0; begin < n; begin += kSelectThreads) {
+    const int64_t i = begin + threadIdx.x;
     const bool tie = i < n && keys[i] == threshold;
     const Prefix tied = block_prefix(tie, totals);
     const bool stays = i < n && (keys[i] > threshold || (tie && tied.before < ties));
