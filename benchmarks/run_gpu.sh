@@ -25,6 +25,8 @@ step tests python3 -m pytest tests/test_cuda.py tests/test_oracle.py tests/test_
   tests/test_router_weights.py tests/test_losses.py -p no:cacheprovider
 step verify-float32 duomoe verify --device cuda --json "$out/verify-float32.json"
 step verify-bfloat16 duomoe verify --device cuda --dtype bfloat16 --json "$out/verify-bfloat16.json"
+step tests-large python3 -m pytest tests/test_cuda_large.py -p no:cacheprovider
+step memory python3 benchmarks/memory.py --device cuda --out "$out"
 for tool in memcheck racecheck; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 3 python3 benchmarks/sanitize.py
 done
