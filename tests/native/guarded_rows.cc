@@ -140,6 +140,7 @@ void run_experts() {
   const int slots = axes['T'] * axes['K'];
   axes['D'] = draw(1, 3) * draw(1, 90);
   axes['N'] = draw(1, 3) * draw(1, 90);
+  axes['F'] = draw(1, 70);
   axes['R'] = options["num_rows"] = slots + draw(-slots, 40);
   options["alignment"] = draw(1, 9);
   options["capacity"] = draw(-1, 20);
@@ -147,11 +148,31 @@ void run_experts() {
     tensors.erase(stale);
   }
   if (draw(0, 4)) run_op("plan_dispatch");
-  for (const char* op : {"permute", "permute_bwd", "combine", "combine_bwd", "grouped_matmul",
-                         "grouped_matmul_bwd_rows", "grouped_matmul_bwd_w"}) {
-    for (const char* stale : {"x", "rows", "grad_rows", "grad_y", "w", "grad_out"}) {
+  run_op("count_mismatches");
+  for (const char* op :
+       {"permute", "permute_bwd", "permute_bwd_weights", "combine", "combine_bwd", "grouped_matmul",
+        "grouped_matmul_bwd_rows", "grouped_matmul_bwd_w", "grouped_matmul_bwd_bias", "activate",
+        "activate_bwd", "glu", "glu_bwd", "scale_rows", "scale_rows_bwd", "cast", "add"}) {
+    for (const char* stale : {"x", "rows", "grad_rows", "grad_y", "w", "grad_out", "bias", "gate",
+                              "up", "out", "scale", "a", "b"}) {
       tensors.erase(stale);
     }
+    run_op(op);
+  }
+}
+
+// Row maps, some of them of numbers drawn at random.
+void run_maps() {
+  axes['W'] = options["map_width"] = 2 * axes['E'] + 1;
+  axes['C'] = draw(0, 9);
+  options["num_tokens"] = axes['T'];
+  options["limit"] = draw(-1, 20);
+  for (const char* op :
+       {"plan_mask", "read_row_map", "invert_rows", "sort_slots", "place_chunks"}) {
+    for (const char* stale : {"routing_map", "row_of_slot", "slot_of_row", "pad_offsets"}) {
+      tensors.erase(stale);
+    }
+    if (draw(0, 1)) tensors.erase("row_id_map");
     run_op(op);
   }
 }
@@ -168,6 +189,7 @@ int main() {
       for (int top_k : {1, draw(1, std::min(e, 34)), draw(1, e), e}) {
         run_case(e, top_k);
         if (e < 30) run_experts();
+        if (e < 30) run_maps();
       }
     }
   }
