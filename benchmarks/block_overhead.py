@@ -135,7 +135,7 @@ def ratios(pair: dict[str, Callable[[], Any]], seconds: float) -> dict[str, floa
 def main() -> None:
     """Runs all; see the module."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=4, help="of each pair")
+    parser.add_argument("--seconds", type=float, default=10, help="of each pair")
     parser.add_argument("--out", type=Path, help="write block_overhead.json into this folder")
     options = parser.parse_args()
     record: dict[str, Any] = {
