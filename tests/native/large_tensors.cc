@@ -370,7 +370,7 @@ void experts() {
 
 // One product of many elements.
 void gate() {
-  constexpr int64_t kWidth = int64_t{1} << 20, kTokens = kMany / 2 / kWidth + 3, kExperts = 8;
+  constexpr int64_t kWidth = int64_t{1} << 20, kTokens = kMany / 2 / kWidth + 200, kExperts = 8;
   Tensors in = {{"x", drawn({kTokens, kWidth})}, {"router", drawn({kWidth, kExperts})}};
   in["token_mask"] = allocate(DType::kBool, {kTokens});
   std::memset(in["token_mask"].data, 1, kTokens);
