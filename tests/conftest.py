@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np
 import pytest
 from adapters import JaxAdapter, TorchAdapter
+from cuda_checks import Check, checker
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +43,18 @@ def torch_adapter() -> TorchAdapter:
 def adapter(request: pytest.FixtureRequest) -> JaxAdapter | TorchAdapter:
     """Each front end in turn."""
     return request.getfixturevalue(f"{request.param}_adapter")
+
+
+@pytest.fixture(scope="session")
+def gpu() -> TorchAdapter:
+    """For tests that cuda_checks.MARKS marks."""
+    return TorchAdapter("cuda")
+
+
+@pytest.fixture(scope="session")
+def check(gpu: TorchAdapter) -> Check:
+    """Runs an op on the CPU and on the GPU, and compares the bits."""
+    return checker(TorchAdapter("cpu"), gpu)
 
 
 @pytest.fixture

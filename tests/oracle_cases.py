@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import numpy as np
 import oracle_cases_bias
 import oracle_cases_dense
+import oracle_cases_experts
 import oracle_cases_maps
 from adapters import DTYPES
-from duomoe import RouterConfig, ops, oracle
-from duomoe.functional import plan_rows
+from duomoe import RouterConfig, oracle
 from oracle_draws import SCORES, SIZES, Attributes, Case, Inputs, draw_row, is_decided, rng_of
 
 
@@ -163,122 +162,7 @@ def loss_cases(op: str, *names: str) -> Iterator[Case]:
         yield Case(f"{sequences}-{experts}-{'empty' if empty else 'used'}", make)
 
 
-# -- dispatch --------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Dispatch:
-    """T, K, E and the options of a plan; `extra` rows follow those it needs."""
-
-    tokens: int
-    top_k: int
-    experts: int
-    capacity: int | None = None
-    drop_order: str = "position"
-    alignment: int = 1
-    max_rows: int | None = None
-    extra: int = 0
-    to_one: bool = False
-
-    def plan_inputs(self) -> tuple[Inputs, Attributes]:
-        rng = rng_of("plan", dataclasses.astuple(self))
-        shape = (self.tokens, self.top_k)
-        # Some ids are out of range, some repeat, and with 5 experts or more one gets nothing.
-        indices = rng.integers(-1, self.experts + 1, shape)
-        indices[indices == 3] = 1
-        if self.to_one:
-            indices[:] = self.experts - 1
-        rows = plan_rows(
-            self.tokens * self.top_k, self.experts, self.capacity, self.alignment, self.max_rows
-        )
-        return {
-            "indices": indices.astype("i4"),
-            "weights": (rng.integers(0, 5, shape) / 4).astype("f4"),
-        }, {
-            "num_experts": self.experts,
-            "num_rows": rows + self.extra,
-            "capacity": -1 if self.capacity is None else self.capacity,
-            "drop_order": self.drop_order,
-            "alignment": self.alignment,
-        }
-
-    def plan(self) -> oracle.Outputs:
-        inputs, attributes = self.plan_inputs()
-        return oracle.plan_dispatch(**inputs, **attributes)
-
-
-DISPATCHES = (
-    Dispatch(0, 2, 4),
-    Dispatch(0, 2, 4, alignment=8, extra=16),
-    Dispatch(1, 1, 1),
-    Dispatch(1, 1, 1, to_one=True),
-    Dispatch(7, 3, 5),
-    Dispatch(7, 5, 5, alignment=4),
-    Dispatch(65, 2, 8, capacity=5),
-    Dispatch(65, 2, 8, capacity=5, drop_order="weight"),
-    Dispatch(65, 2, 8, capacity=0),
-    Dispatch(65, 2, 8, capacity=1000, drop_order="weight", alignment=8),
-    Dispatch(65, 6, 64, capacity=3, drop_order="weight", alignment=4, extra=8),
-    Dispatch(65, 2, 8, max_rows=48, alignment=16),
-    Dispatch(65, 2, 8, capacity=12, max_rows=56, alignment=8),
-    Dispatch(130, 8, 33, alignment=16),
-    Dispatch(130, 4, 256),
-    Dispatch(65, 1, 8, to_one=True, alignment=32),
-    Dispatch(4, 1, 2, to_one=True, capacity=2),
-    Dispatch(1500, 8, 5, capacity=900, drop_order="weight"),
-)
-
-
-def dispatch_name(d: Dispatch) -> str:
-    return "-".join(f"{v}" for v in dataclasses.astuple(d))
-
-
-def plan_cases() -> Iterator[Case]:
-    for d in DISPATCHES:
-        yield Case(dispatch_name(d), d.plan_inputs)
-
-
-def row_inputs(d: Dispatch, width: int, dtype: str) -> Inputs:
-    """Everything that permute, combine and their gradients take; padding rows hold NaN."""
-    rng = rng_of("rows", dataclasses.astuple(d), width, dtype)
-    plan = d.plan()
-    used = plan["slot_of_row"] >= 0
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape).astype(DTYPES[dtype])
-
-    def rows() -> np.ndarray:
-        return np.where(used[:, None], normal(len(used), width), np.array(np.nan, DTYPES[dtype]))
-
-    return {
-        "row_of_slot": plan["row_of_slot"],
-        "slot_of_row": plan["slot_of_row"],
-        "x": normal(d.tokens, width),
-        "rows": rows(),
-        "grad_rows": rows(),
-        "grad_y": normal(d.tokens, width),
-        "weights": rng.random((d.tokens, d.top_k)).astype("f4"),
-    }
-
-
-def row_cases(*names: str) -> Iterator[Case]:
-    dtypes, widths = (
-        itertools.cycle(("float32", "bfloat16", "float16")),
-        itertools.cycle((1, 5, 64, 130)),
-    )
-    for d, dtype, width in zip(DISPATCHES[:-1], dtypes, widths, strict=False):
-        for weighted in (True, False) if "weights" in names else (True,):
-
-            def make(
-                d: Dispatch = d, dtype: str = dtype, width: int = width, w: bool = weighted
-            ) -> Any:
-                inputs = row_inputs(d, width, dtype)
-                return {n: inputs[n] if w or n != "weights" else None for n in names}, {}
-
-            yield Case(f"{dispatch_name(d)}-{width}-{dtype}-{weighted}", make)
-
-
-# -- products and elementwise ----------------------------------------------------------------------
+# -- the gate -------------------------------------------------------------------------------------
 
 
 def gate_inputs(tokens: int, width: int, experts: int, x: str, router: str, bias: str) -> Inputs:
@@ -320,55 +204,11 @@ def gate_cases(names: tuple[str, ...], attributes: tuple[str, ...]) -> Iterator[
         yield Case(f"{tokens}-{width}-{experts}-{gate}-{x}-{router}", make)
 
 
-def product_cases(names: tuple[str, ...], dtype_attribute: str) -> Iterator[Case]:
-    f, b, h = "float32", "bfloat16", "float16"
-    dtypes = itertools.cycle([(f, f, f), (b, b, b), (b, f, f), (h, h, f), (f, b, h)])
-    sizes = itertools.cycle([(1, 1), (5, 33), (64, 40), (130, 7)])
-    for d, size, dtype in zip(DISPATCHES[:-1], sizes, dtypes, strict=False):
-
-        def make(
-            d: Dispatch = d,
-            size: tuple[int, int] = size,
-            dtype: tuple[str, str, str] = dtype,
-        ) -> Any:
-            (width, wide), plan = size, d.plan()
-            rng = rng_of("product", dataclasses.astuple(d), size)
-            used = (plan["slot_of_row"] >= 0)[:, None]
-
-            def rows(n: int, kind: str) -> np.ndarray:
-                values = np.where(used, rng.normal(size=(len(used), n)), np.nan)
-                return values.astype(DTYPES[kind])
-
-            inputs = {
-                "rows": rows(width, dtype[0]),
-                "w": rng.normal(size=(d.experts, width, wide)).astype(DTYPES[dtype[1]]),
-                "grad_out": rows(wide, dtype[1]),
-                **{n: plan[n] for n in ("expert_offsets", "expert_counts")},
-            }
-            return {n: inputs[n] for n in names}, {dtype_attribute: dtype[2]}
-
-        yield Case(f"{dispatch_name(d)}-{size[0]}-{size[1]}-{'-'.join(dtype)}", make)
-
-
-def elementwise_cases(*names: str) -> Iterator[Case]:
-    for dtype, shape in itertools.product(ops.FLOAT_DTYPES, ((0, 5), (1, 1), (7, 33), (65, 130))):
-
-        def make(dtype: str = dtype, shape: tuple[int, int] = shape) -> Any:
-            rng = rng_of("elementwise", dtype, shape)
-            inputs = {n: rng.normal(size=shape) for n in names}
-            if "gate" in inputs:
-                inputs["gate"] *= rng.choice([1, 3, 10, 100], shape)
-            return {n: v.astype(DTYPES[dtype]) for n, v in inputs.items()}, {}
-
-        yield Case(f"{shape[0]}-{shape[1]}-{dtype}", make)
-
-
-_PLAN = ("expert_offsets", "expert_counts")
-
 CASES: dict[str, list[Case]] = {
     **oracle_cases_bias.CASES,
     **oracle_cases_dense.CASES,
     **oracle_cases_maps.CASES,
+    **oracle_cases_experts.CASES,
     "gate": list(gate_cases(("x", "router", "router_bias"), ("gate_dtype",))),
     "gate_bwd_x": list(gate_cases(("grad_logits", "router"), ("gate_dtype", "x_dtype"))),
     "gate_bwd_params": list(
@@ -384,15 +224,4 @@ CASES: dict[str, list[Case]] = {
     ),
     "z_loss": list(loss_cases("z_loss", "logsumexp_sq", "num_tokens")),
     "z_loss_bwd": list(loss_cases("z_loss_bwd", "num_tokens", "grad_loss")),
-    "plan_dispatch": list(plan_cases()),
-    "permute": list(row_cases("x", "row_of_slot", "slot_of_row")),
-    "permute_bwd": list(row_cases("grad_rows", "row_of_slot")),
-    "combine": list(row_cases("rows", "row_of_slot", "slot_of_row", "weights")),
-    "combine_bwd": list(row_cases("grad_y", "rows", "row_of_slot", "slot_of_row", "weights")),
-    "grouped_matmul": list(product_cases(("rows", "w", *_PLAN), "out_dtype")),
-    "grouped_matmul_bwd_rows": list(product_cases(("grad_out", "w", *_PLAN), "rows_dtype")),
-    "grouped_matmul_bwd_w": list(product_cases(("rows", "grad_out", *_PLAN), "w_dtype")),
-    "swiglu": list(elementwise_cases("gate", "up")),
-    "swiglu_bwd": list(elementwise_cases("grad_out", "gate", "up")),
-    "add": list(elementwise_cases("a", "b")),
 }

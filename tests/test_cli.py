@@ -146,7 +146,7 @@ def test_verify_agrees_and_reports_every_op(dtype, score, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "perturbed, op, quantity",
-    [("swiglu", "swiglu", "output out"), ("gate_bwd_params", "gate", "grad router")],
+    [("glu", "glu", "output out"), ("gate_bwd_params", "gate", "grad router")],
 )
 def test_verify_finds_one_flipped_bit(perturbed, op, quantity, monkeypatch, tmp_path, capsys):
     from torch_frontend import bind
@@ -173,9 +173,9 @@ def test_verify_finds_one_flipped_bit(perturbed, op, quantity, monkeypatch, tmp_
 
 
 def test_verify_refuses_an_op_without_generator(monkeypatch, capsys):
-    monkeypatch.delitem(inputs.GENERATORS, "swiglu")
+    monkeypatch.delitem(inputs.GENERATORS, "glu")
     assert cli.main(["verify", *SMALL]) == 1
-    assert "error: swiglu is in the op table" in capsys.readouterr().out
+    assert "error: glu is in the op table" in capsys.readouterr().out
 
 
 def test_verify_names_what_has_no_kernel(monkeypatch, capsys):

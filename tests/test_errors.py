@@ -238,10 +238,10 @@ CASES = {
             out_dtype="float64",
         ),
     ),
-    "swiglu dtypes": (
+    "glu dtypes": (
         TypeError,
-        "swiglu: up must be float32, got float16",
-        lambda f, a: f.swiglu(a.array(X), a.array(X.astype(np.float16))),
+        "glu: up must be float32, got float16",
+        lambda f, a: f.glu(a.array(X), a.array(X.astype(np.float16))),
     ),
     "params type": (
         TypeError,

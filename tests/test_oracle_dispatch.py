@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from adapters import JaxAdapter, TorchAdapter, bits
 from duomoe import oracle
-from oracle_cases import CASES, DISPATCHES, Dispatch, dispatch_name, row_inputs
+from oracle_cases_experts import CASES, DISPATCHES, Dispatch, dispatch_name, row_inputs
 
 Adapter = JaxAdapter | TorchAdapter
 

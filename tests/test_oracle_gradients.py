@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from adapters import BFLOAT16, JaxAdapter, TorchAdapter, bits
-from duomoe import DispatchPlan, RouterConfig, Routing, ops, oracle
-from oracle_cases import SCORES, Dispatch, Inputs, gate_inputs, loss_inputs, rng_of, row_inputs
+from duomoe import DispatchPlan, ExpertConfig, RouterConfig, Routing, ops, oracle
+from duomoe.config import ACTIVATIONS
+from oracle_cases import SCORES, Inputs, gate_inputs, loss_inputs, rng_of
+from oracle_cases_experts import Dispatch, row_inputs
 
 Adapter = JaxAdapter | TorchAdapter
 
@@ -57,10 +59,17 @@ def gradient_case(op: str, dtype: Any = np.float64) -> tuple[Inputs, dict[str, A
             np.nan,
         )
         inputs = {"rows": rows.astype(dtype), "w": rng.normal(size=(4, 5, 3)).astype(dtype)}
+        inputs["bias"] = rng.normal(size=(4, 3)).astype(dtype)
         inputs |= {n: plan[n] for n in ("expert_offsets", "expert_counts")}
         return inputs, {"out_dtype": name}
-    if op == "swiglu":
-        return {n: rng.normal(size=(3, 4)).astype(dtype) for n in ("gate", "up")}, {}
+    if op == "activate":
+        return {"x": rng.normal(size=(3, 4)).astype(dtype)}, {"activation": "silu", "alpha": 1.702}
+    if op == "glu":
+        inputs = {n: 2 * rng.normal(size=(3, 4)).astype(dtype) for n in ("gate", "up")}
+        return inputs, ExpertConfig(limit=2.5, alpha=1.702, up_offset=1.0).glu_attributes()
+    if op == "scale_rows":
+        scale = rng.normal(size=3).astype("f8" if name == "float64" else "f4")
+        return {"x": rng.normal(size=(3, 4)).astype(dtype), "scale": scale}, {}
     if op == "scatter_weights":
         weights = rng.normal(size=(4, 3)).astype("f8" if name == "float64" else "f4")
         # Distinct, unused, repeated and out of range.
@@ -96,7 +105,7 @@ def backward(
         "output": list(outputs.values()),
         "grad": [cotangents.get(s.name) for s in op.outputs],
     }
-    for step in op.gradient_steps:
+    for step in op.gradient_plan(tuple(inputs.get(n) is not None for n in names)).steps:
         given = {
             s.name: pools[kind][i]
             for s, (kind, i) in zip(step.op.inputs, step.sources, strict=True)
@@ -177,6 +186,25 @@ def test_oracle_normalized_scores_gradient(score: str) -> None:
     check_by_differences("normalize_scores", {"logits": logits}, {"score": score})
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_oracle_activation_gradients(activation: Any) -> None:
+    rng = rng_of("activation", activation)
+    x, up = 3 * rng.normal(size=(2, 5, 4))
+    for alpha in (1.0, -0.3):
+        attributes = {"activation": activation, "alpha": alpha}
+        check_by_differences("activate", {"x": x}, attributes)
+        for limit, offset in ((0.0, 0.0), (1.5, -0.5)):
+            options = {**attributes, "limit": limit, "up_offset": offset}
+            check_by_differences("glu", {"gate": x, "up": up}, options)
+
+
+@pytest.mark.parametrize("op", ["permute", "grouped_matmul"])
+def test_oracle_gradient_without_the_optional_input(op: str) -> None:
+    inputs, attributes = gradient_case(op)
+    del inputs["weights" if op == "permute" else "bias"]
+    check_by_differences(op, inputs, attributes)
+
+
 @pytest.mark.parametrize("live", [None, 3])
 def test_oracle_aux_loss_gradient(live: int | None) -> None:
     inputs, attributes = gradient_case("aux_loss")
@@ -214,19 +242,18 @@ def public_call(
     if op == "z_loss":
         return [f.z_loss(routing, coeff=attributes["coeff"])]
     if op == "permute":
-        return [f.permute(arrays["x"], plan)]
+        return [f.permute(arrays["x"], plan, arrays["weights"])]
     if op == "combine":
         return [f.combine(arrays["rows"], plan, arrays["weights"])]
     if op == "grouped_matmul":
-        return [f.grouped_matmul(arrays["rows"], arrays["w"], plan, **attributes)]
-    if op == "swiglu":
-        return [f.swiglu(arrays["gate"], arrays["up"])]
-    if op in (
-        "scatter_weights",
-        "normalize_scores",
-        "aux_loss",
-        "cast",
-    ):  # no function of their own
+        return [f.grouped_matmul(arrays["rows"], arrays["w"], plan, arrays["bias"], **attributes)]
+    if op == "activate":
+        return [f.activate(arrays["x"], **attributes)]
+    if op == "glu":
+        return [f.glu(arrays["gate"], arrays["up"], **attributes)]
+    if op == "scale_rows":
+        return [f.scale_rows(arrays["x"], arrays["scale"])]
+    if op in ("scatter_weights", "normalize_scores", "aux_loss", "cast"):  # no function
         spec = ops.table()[op]
         return list(adapter.apply(spec, [arrays.get(s.name) for s in spec.inputs], attributes))
     raise NotImplementedError(f"{op} has a gradient: call its public function here")

@@ -117,7 +117,10 @@ def test_front_ends_have_the_same_functions_and_arguments() -> None:
     import jax_frontend
     import torch_frontend
 
-    assert jax_frontend.__all__ == torch_frontend.__all__
+    # JAX's modules are in jax_frontend.linen and jax_frontend.nnx, of which neither is required.
+    modules = {"Experts", "MoE", "Router", "record_routing", "replay_routing"}
+    assert modules < set(torch_frontend.__all__)
+    assert jax_frontend.__all__ == [n for n in torch_frontend.__all__ if n not in modules]
     reduction = {"axis_name": "over", "group": "over"}
     for name in jax_frontend.__all__:
         ours, theirs = getattr(jax_frontend, name), getattr(torch_frontend, name)
@@ -151,9 +154,13 @@ def test_router_options_match_the_table() -> None:
 
 
 def test_records_have_the_names_of_the_ops_outputs() -> None:
-    for op, record in (("route", results.Routing), ("plan_dispatch", results.DispatchPlan)):
+    made_by = {
+        results.Routing: ("route", "count_mismatches"),
+        results.DispatchPlan: ("plan_dispatch",),
+    }
+    for record, makers in made_by.items():
         names = {f.name for f in dataclasses.fields(record)}
-        assert names == {o.name for o in TABLE[op].outputs}
+        assert names == {o.name for op in makers for o in TABLE[op].outputs}
 
 
 @pytest.mark.parametrize("record", results.RECORDS)

@@ -317,14 +317,14 @@ def leaf_of(x: torch.Tensor) -> torch.Tensor:
 def test_forward_mode_is_an_error(parameters, rng) -> None:
     z = torch.from_numpy(normal(rng, (3, 8)))
     for transform in (
-        lambda: torch.func.jvp(lambda z: tf.swiglu(z, z), (z,), (z,)),
+        lambda: torch.func.jvp(lambda z: tf.glu(z, z), (z,), (z,)),
         lambda: torch.func.jacfwd(lambda z: tf.route(z, CONFIG).weights)(z),
         lambda: torch.func.hessian(lambda z: tf.z_loss(tf.route(z, CONFIG)))(z),
     ):
         with pytest.raises(RuntimeError, match=r"no forward-mode derivative|no derivative"):
             transform()
     with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
-        tf.swiglu(torch.autograd.forward_ad.make_dual(z, z), z)
+        tf.glu(torch.autograd.forward_ad.make_dual(z, z), z)
     x = torch.from_numpy(normal(rng, (3, 16)))
     plain = [p.detach() for p in parameters]
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -332,7 +332,7 @@ def test_forward_mode_is_an_error(parameters, rng) -> None:
 
 
 def test_vmap_over_nothing() -> None:
-    assert torch.func.vmap(tf.swiglu)(torch.zeros(0, 5, 8), torch.zeros(0, 5, 8)).shape == (0, 5, 8)
+    assert torch.func.vmap(tf.glu)(torch.zeros(0, 5, 8), torch.zeros(0, 5, 8)).shape == (0, 5, 8)
     assert torch.func.vmap(lambda z: tf.route(z, CONFIG).weights)(torch.zeros(0, 4, 8)).shape == (
         0,
         4,

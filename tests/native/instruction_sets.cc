@@ -18,7 +18,9 @@ using duomoe::cpu::kTileDepth;
 using duomoe::cpu::padded;
 using duomoe::cpu::RouteRow;
 using duomoe::cpu::SimdLoops;
+using duomoe::math::Activation;
 using duomoe::math::EpsMode;
+using duomoe::math::GluOptions;
 using duomoe::math::kLanes;
 using duomoe::math::Score;
 
@@ -95,11 +97,23 @@ Floats results(const SimdLoops& loops, Score score, const Floats& z, const Float
       loops.load(dtype, from.data(), floats.data(), n);
       append(all, floats);
     };
-    loops.swiglu(dtype, x.data(), y.data(), n, first.data());
-    take(first);
-    loops.swiglu_bwd(dtype, y.data(), x.data(), y.data(), n, first.data(), second.data());
-    take(first);
-    take(second);
+    for (Activation f : {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh,
+                         Activation::kRelu, Activation::kReluSquared}) {
+      for (float alpha : {1.0f, 1.702f}) {
+        loops.activate(f, alpha, dtype, x.data(), n, first.data());
+        take(first);
+        loops.activate_bwd(f, alpha, dtype, y.data(), x.data(), n, first.data());
+        take(first);
+        for (const GluOptions& glu : {GluOptions{alpha, 0, 0}, GluOptions{alpha, 7, 1}}) {
+          loops.glu(f, glu, dtype, x.data(), y.data(), n, first.data());
+          take(first);
+          loops.glu_bwd(f, glu, dtype, y.data(), x.data(), y.data(), n, first.data(),
+                        second.data());
+          take(first);
+          take(second);
+        }
+      }
+    }
     loops.scale(dtype, 0.7f, x.data(), n, first.data());
     take(first);
     Floats sum = b;

@@ -80,9 +80,9 @@ def activation_of(name: str, x: Array, alpha: float) -> tuple[Array, Array]:
     if name == "gelu":
         phi = np.vectorize(lambda z: math.erfc(-z / math.sqrt(2)) / 2, otypes=[float])(x)
         return x * phi, phi + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
-    positive = np.where(x > 0, x, 0.0)
+    positive = np.where(x <= 0, 0.0, x)  # or NaN
     if name == "relu":
-        return positive, np.where(x > 0, 1.0, 0.0)
+        return positive, np.where(np.isnan(x), x, np.sign(positive))
     return positive**2, 2 * positive
 
 
@@ -121,8 +121,8 @@ def glu_bwd(
     value, slope = activation_of(activation, np.minimum(g, bound), alpha)
     factor = np.clip(u, -bound, bound) + up_offset
     return {
-        "grad_gate": np.where(g <= bound, d * factor * slope, 0.0),
-        "grad_up": np.where(np.abs(u) <= bound, d * value, 0.0),
+        "grad_gate": np.where(g > bound, 0.0, d * factor * slope),
+        "grad_up": np.where(np.abs(u) > bound, 0.0, d * value),
     }
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from duomoe import ops
-from duomoe.config import RouterConfig
+from duomoe.config import ACTIVATIONS, ExpertConfig, RouterConfig
 from duomoe.verification.adapters import DTYPES
 
 
@@ -289,11 +289,20 @@ def _plan_dispatch(draw: Draw) -> Iterator[Case]:
     yield draw.planned(alignment=8, capacity=True)
 
 
+@generates("count_mismatches")
+def _count_mismatches(draw: Draw) -> Iterator[Case]:
+    indices, others = draw.indices(), draw.indices()
+    same = draw.rng.random(len(indices)) < 0.5
+    yield Case("", {"indices": indices, "others": np.where(same[:, None], indices, others)}, {})
+
+
 @generates("permute")
 def _permute(draw: Draw) -> Iterator[Case]:
-    plan = draw.plan()
+    o, plan = draw.options, draw.plan()
     inputs = {name: plan[name] for name in ("row_of_slot", "slot_of_row")}
-    yield Case("", {"x": draw.normal(draw.options.tokens, draw.options.width)} | inputs, {})
+    inputs["x"] = draw.normal(o.tokens, o.width)
+    yield Case("", inputs, {})
+    yield Case("weighted", inputs | {"weights": draw.uniform(o.tokens, o.top_k)}, {})
 
 
 @generates("combine")
@@ -376,13 +385,35 @@ def _grouped_matmul(draw: Draw) -> Iterator[Case]:
     }
     for dtype in dict.fromkeys((o.dtype, "float32")):
         yield Case(f"{dtype} result", inputs, {"out_dtype": dtype})
+    bias = {"bias": draw.normal(o.experts, o.hidden)}
+    yield Case("bias", inputs | bias, {"out_dtype": o.dtype})
 
 
-@generates("swiglu")
-def _swiglu(draw: Draw) -> Iterator[Case]:
+@generates("activate")
+def _activate(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    x = draw.normal(o.tokens * o.top_k, o.hidden, scale=3.0)
+    for activation in ACTIVATIONS:
+        alpha = 1.702 if activation == "silu" else 1.0
+        yield Case(activation, {"x": x}, {"activation": activation, "alpha": alpha})
+
+
+@generates("glu")
+def _glu(draw: Draw) -> Iterator[Case]:
     o = draw.options
     shape = (o.tokens * o.top_k, o.hidden)
-    yield Case("", {"gate": draw.normal(*shape), "up": draw.normal(*shape)}, {})
+    inputs = {"gate": draw.normal(*shape, scale=3.0), "up": draw.normal(*shape, scale=3.0)}
+    plain = ExpertConfig().glu_attributes()
+    for activation in ACTIVATIONS:
+        yield Case(activation, inputs, plain | {"activation": activation})
+    clamped = ExpertConfig("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+    yield Case("limit, offset", inputs, clamped.glu_attributes())
+
+
+@generates("scale_rows")
+def _scale_rows(draw: Draw) -> Iterator[Case]:
+    o = draw.options
+    yield Case("", {"x": draw.normal(o.tokens, o.width), "scale": draw.uniform(o.tokens)}, {})
 
 
 @generates("add")
