@@ -178,6 +178,7 @@ def test_jax_counts_that_change_do_not_compile_anew(rng, caplog) -> None:
     assert [r for r in caplog.records if "Compiling" in r.message]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 def test_torch_exports_with_symbolic_tokens(rng) -> None:
     """The token count of a shape, symbolic, in either mode of torch.export."""
     from torch_frontend import te as module

@@ -303,7 +303,8 @@ def test_faults_in_data_are_dropped_or_named(adapter, case: str) -> None:
     run()
     duomoe.debug_checks(True)
     try:
-        with pytest.raises(ValueError if adapter.name == "jax" else RuntimeError, match=words):
+        # On a GPU, JAX finds out while it waits, and raises the runtime's own error.
+        with pytest.raises((ValueError, RuntimeError), match=words):
             run()
     finally:
         duomoe.debug_checks(False)
