@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds duomoe with CUDA into the current Python, runs the GPU tests, the comparison of the front ends, the
-# sanitizers and the GPU check. Results go to the folder named (default: out/gpu). Needs nvcc, a GPU, JAX with
-# CUDA, torch with CUDA, and pytest, pybind11, ninja and setuptools in the current Python.
+# sanitizers, the GPU check and the memory benchmark: about ten minutes. ONLY="build tests" runs the steps named.
+# Results go to the folder named (default: out/gpu). Needs nvcc, a GPU, JAX with CUDA, torch with CUDA, and
+# pytest, pybind11, ninja and setuptools in the current Python.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-out/gpu}
@@ -11,6 +12,7 @@ failed=""
 step() {  # step NAME COMMAND...: one log a step, the tail on the terminal
   local name=$1 start=$SECONDS
   shift
+  case " ${ONLY:-$name} " in *" $name "*) ;; *) return ;; esac
   if timeout "${STEP_SECONDS:-240}" "$@" >"$out/$name.log" 2>&1; then echo "ok      $name ($((SECONDS - start)) s)"; else
     echo "FAILED  $name ($((SECONDS - start)) s)"
     failed="$failed $name"
@@ -19,17 +21,17 @@ step() {  # step NAME COMMAND...: one log a step, the tail on the terminal
 }
 step build env DUOMOE_CUDA=1 DUOMOE_REQUIRE=jax,torch python3 -m pip install --no-build-isolation --no-deps --editable .
 [ -z "$failed" ] || exit 1
-step tests python3 -m pytest tests/test_cuda.py tests/test_oracle.py tests/test_te.py tests/test_te_errors.py tests/test_te_frameworks.py \
+step tests python3 -m pytest tests/test_cuda.py tests/test_cuda_experts.py tests/test_oracle.py tests/test_te.py tests/test_te_errors.py tests/test_te_frameworks.py \
   tests/test_te_permutation.py tests/test_te_chunks.py tests/test_te_permutation_errors.py \
   tests/test_block.py tests/test_mismatches.py tests/test_balance.py tests/test_router_selection.py \
   tests/test_router_weights.py tests/test_losses.py -p no:cacheprovider
 step verify-float32 duomoe verify --device cuda --json "$out/verify-float32.json"
 step verify-bfloat16 duomoe verify --device cuda --dtype bfloat16 --json "$out/verify-bfloat16.json"
 step tests-large python3 -m pytest tests/test_cuda_large.py -p no:cacheprovider
-step memory python3 benchmarks/memory.py --device cuda --out "$out"
 for tool in memcheck racecheck; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 3 python3 benchmarks/sanitize.py
 done
 step gpu_check python3 benchmarks/gpu_check.py --out "$out"
-cat "$out/gpu_check.log"
+step memory python3 benchmarks/memory.py --device cuda --out "$out"
+for table in gpu_check memory; do [ ! -f "$out/$table.log" ] || cat "$out/$table.log"; done
 [ -z "$failed" ] || { echo "failed:$failed"; exit 1; }
