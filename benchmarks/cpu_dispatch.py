@@ -213,7 +213,7 @@ def torch_products(case: Products) -> dict[str, Run]:
         return both
 
     def cat(rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.cat([part @ w[e] for e, part in enumerate(rows.split(counts))])
+        return torch.cat([part @ m for part, m in zip(rows.split(counts), w.unbind(), strict=True)])
 
     x_of, g_of = rows.split(counts), grad.split(counts)
     empty = torch.empty_like
