@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
+from duomoe import module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import Array, MoEOutput, MoEParams, Routing
 
@@ -174,8 +175,8 @@ class Router(nn.Module):
             RuntimeError: without an expert_bias.
             ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
-        if self.selection_bias is None:
-            raise modules.no_expert_bias()
+        module_options.check_bias_update(self.selection_bias, training=True)
+        assert self.selection_bias is not None
         self.selection_bias.value = functional.update_expert_bias(
             self.selection_bias.value,
             expert_counts,
@@ -338,7 +339,15 @@ class MoE(nn.Module):
     kernel_init: Callable[..., Array] = default_kernel_init
 
     def __post_init__(self) -> None:
-        self._settings().check(self.config, self.shared_hidden, self.shared_router)
+        module_options.check(
+            self.width,
+            self.hidden,
+            self.config,
+            experts=self.experts,
+            shared_hidden=self.shared_hidden,
+            shared_router=self.shared_router,
+            capacity_factor=self.capacity_factor,
+        )
         super().__post_init__()
 
     @nn.nowrap

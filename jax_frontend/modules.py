@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from duomoe import arguments
+from duomoe import arguments, module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.ops import FLOAT_DTYPES
-from duomoe.replay import RoutingRecord
+from duomoe.replay import RoutingRecord, match_layers
 from duomoe.results import Array, MoEOutput, MoEParams
 
 from jax_frontend import functional
@@ -136,26 +136,15 @@ class BlockSettings:
     dtype: Any
     options: tuple[tuple[str, Any], ...]
 
-    def check(self, config: RouterConfig, shared_hidden: int, shared_router: bool) -> None:
-        """Refuse when a module is made what no call of it could mend."""
-        arguments.record("config", config, RouterConfig)
-        if shared_router and not shared_hidden:
-            raise ValueError("shared_router needs shared experts, got shared_hidden=0")
-        if self.capacity_factor is not None:
-            config.capacity(0, self.capacity_factor)
-
     def run(self, x: Array, params: MoEParams, config: RouterConfig, **given: Any) -> MoEOutput:
         """The block on x[..., D]."""
         x, params = in_dtype(x, params, self.dtype)
-        capacity = None
-        if self.capacity_factor is not None:
-            capacity = config.capacity(math.prod(x.shape[:-1]), self.capacity_factor)
         return functional.moe(
             x,
             params,
             config,
             experts=self.experts,
-            capacity=capacity,
+            capacity=module_options.capacity(config, self.capacity_factor, x.shape[:-1]),
             **dict(self.options),
             **given,
         )
@@ -191,11 +180,6 @@ def as_leading(array: Array, leading: tuple[int, ...], kept: int) -> Array:
     if array.shape[:split] == leading:
         return array
     return array.reshape((*leading, *array.shape[split:]))
-
-
-def no_expert_bias() -> RuntimeError:
-    """The error of update_expert_bias where there is nothing to update."""
-    return RuntimeError("update_expert_bias needs a module made with expert_bias=True")
 
 
 # -- recorded routing ------------------------------------------------------------------------------
@@ -244,7 +228,9 @@ def routing_layers(recorded: Mapping[Any, Any]) -> dict[str, Array]:
     return dict(sorted(layers.items(), key=lambda item: _natural(item[0])))
 
 
-def _layer_names(modules: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _numbered_layers(
+    modules: Mapping[str, tuple[int, ...]],
+) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Module and numbers of every layer, in the order of names."""
     layers = {}
     for module in sorted(modules, key=_natural):
@@ -291,24 +277,10 @@ def place_layers(
             f"record must be a RoutingRecord or a mapping of arrays by layer, got "
             f"{type(record).__name__}"
         )
-    known = _layer_names(modules)
+    known = _numbered_layers(modules)
     if not known:
         raise ValueError("there is no MoE or Router to replay a record")
-    numbered = [str(i) for i in range(len(known))]
-    if layers is None and list(recorded) == numbered:
-        layers = dict(zip(known, numbered, strict=True))
-    layers = {name: name for name in known} if layers is None else layers
-    for name in known:
-        if layers.get(name) not in recorded:
-            raise ValueError(
-                f"the record has no layer for {name!r} of the model; its layers are "
-                f"{', '.join(map(repr, recorded))}; name them with layers="
-            )
-    for name in layers:
-        if name not in known:
-            raise ValueError(
-                f"layers must name layers of the model, {', '.join(map(repr, known))}, got {name!r}"
-            )
+    layers = match_layers(known, recorded, layers)
     placed: dict[str, tuple[Array, Array | None]] = {}
     for module, shape in modules.items():
         ids = [recorded[layers[name]] for name, (owner, _) in known.items() if owner == module]

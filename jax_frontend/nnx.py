@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from duomoe import module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import Array, MoEOutput, MoEParams, Routing
 
@@ -202,10 +203,8 @@ class Router(Routes):
                 not steer training.
             ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
-        if self.expert_bias is None:
-            raise modules.no_expert_bias()
-        if self.deterministic:
-            raise RuntimeError("update_expert_bias is for training; the module is in eval mode")
+        module_options.check_bias_update(self.expert_bias, not self.deterministic)
+        assert self.expert_bias is not None
         self.expert_bias.set_value(
             functional.update_expert_bias(
                 self.expert_bias.get_value(),
@@ -401,6 +400,15 @@ class MoE(Routes):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__()
+        module_options.check(
+            width,
+            hidden,
+            config,
+            experts=experts,
+            shared_hidden=shared_hidden,
+            shared_router=shared_router,
+            capacity_factor=capacity_factor,
+        )
         given = {
             "drop_order": drop_order,
             "alignment": alignment,
@@ -411,7 +419,6 @@ class MoE(Routes):
             "recompute": recompute,
         }
         self.settings = modules.BlockSettings(experts, capacity_factor, dtype, tuple(given.items()))
-        self.settings.check(config, shared_hidden, shared_router)
         factory: dict[str, Any] = {
             "param_dtype": param_dtype,
             "kernel_init": kernel_init,

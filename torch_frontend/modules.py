@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
+from duomoe import arguments, module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import MoEOutput, MoEParams, Routing
 from torch import Tensor, nn
 
 from torch_frontend import functional
+from torch_frontend.frontend import TorchFrontEnd
+
+_FRONTEND = TorchFrontEnd()
 
 NAMES = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 
@@ -41,14 +45,38 @@ def _initialize(module: nn.Module) -> None:
         buffer.zero_()
 
 
-class Router(nn.Module):
+class Routes(nn.Module):
+    """A module that routes tokens: records its routing, and replays one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # What record_routing and replay_routing put here while they last.
+        self.recording: Any = None
+        self.replaying: Any = None
+
+    def _replayed(
+        self, x: Tensor, indices: Tensor | None, replay_mask: Tensor | None, compare: bool
+    ) -> tuple[Tensor | None, Tensor | None, bool]:
+        """The ids, the mask and `compare` of a call: its own, or those of `replay_routing`."""
+        if self.replaying is None:
+            return indices, replay_mask, compare
+        return self.replaying.of(x, indices, replay_mask, compare)
+
+    def _note(self, routing: Routing) -> None:
+        if self.replaying is not None:
+            self.replaying.note(routing)
+        if self.recording is not None:
+            self.recording.note(routing)
+
+
+class Router(Routes):
     """Gate and router: logits = x . weight + bias, then the choice and weights of K experts.
 
     Args:
         width: D.
         config: RouterConfig.
         bias: add a trained bias to the logits.
-        expert_bias: keep a selection bias, steered by `update_expert_bias`.
+        expert_bias: keep a selection bias, stepped by `update_expert_bias`.
         gate_dtype: "float32", "bfloat16" or "float16", of the product; see gate.
         device: of the parameters.
         dtype: of the parameters.
@@ -73,6 +101,7 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        arguments.record("config", config, RouterConfig)
         self.config, self.gate_dtype = config, gate_dtype
         experts = config.num_experts
         _parameter(self, "weight", True, (width, experts), device=device, dtype=dtype)
@@ -111,6 +140,7 @@ class Router(nn.Module):
         Raises:
             ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
+        indices, replay_mask, compare = self._replayed(x, indices, replay_mask, compare)
         logits = functional.gate(
             x, self.weight, self.bias, token_mask=token_mask, gate_dtype=self.gate_dtype
         )
@@ -124,6 +154,7 @@ class Router(nn.Module):
             replay_mask=replay_mask,
             compare=compare,
         )
+        self._note(routing)
         return routing, logits
 
     @torch.no_grad()
@@ -143,10 +174,8 @@ class Router(nn.Module):
                 not steer training.
             ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
-        if self.expert_bias is None:
-            raise RuntimeError("update_expert_bias needs a module made with expert_bias=True")
-        if not self.training:
-            raise RuntimeError("update_expert_bias is for training; the module is in eval mode")
+        module_options.check_bias_update(self.expert_bias, self.training)
+        assert self.expert_bias is not None
         self.expert_bias.copy_(
             functional.update_expert_bias(
                 self.expert_bias, expert_counts, rate=rate, center=center, group=group
@@ -286,7 +315,7 @@ class SharedExperts(nn.Module):
         _initialize(self)
 
 
-class MoE(nn.Module):
+class MoE(Routes):
     """A Mixture-of-Experts block: gate, router, dispatch, experts and combine.
 
     Its state_dict has router.weight, router.bias, router.expert_bias, experts.w_gate, .w_up,
@@ -300,7 +329,7 @@ class MoE(nn.Module):
         experts: ExpertConfig; None for its defaults, SwiGLU.
         gated: gated linear units; see Experts.
         router_bias: add a trained bias to the logits.
-        expert_bias: keep a selection bias, steered by `update_expert_bias`.
+        expert_bias: keep a selection bias, stepped by `update_expert_bias`.
         bias: add a bias to each product of the experts.
         shared_hidden: F', joint hidden width of the shared experts; 0 for none.
         shared_router: weight the shared experts' output with a sigmoid of their own.
@@ -342,10 +371,15 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if shared_router and not shared_hidden:
-            raise ValueError("shared_router needs shared experts, got shared_hidden=0")
-        if capacity_factor is not None:
-            config.capacity(0, capacity_factor)
+        module_options.check(
+            width,
+            hidden,
+            config,
+            experts=experts,
+            shared_hidden=shared_hidden,
+            shared_router=shared_router,
+            capacity_factor=capacity_factor,
+        )
         factory = {"device": device, "dtype": dtype}
         self.router = Router(
             width,
@@ -373,9 +407,6 @@ class MoE(nn.Module):
             "z_loss_coeff": z_loss_coeff,
             "recompute": recompute,
         }
-        # What record_routing and replay_routing put here while they last.
-        self.recording: Any = None
-        self.replaying: Any = None
 
     @property
     def config(self) -> RouterConfig:
@@ -419,7 +450,7 @@ class MoE(nn.Module):
         Args:
             x: [..., D].
             token_mask: [...] bool.
-            indices: [..., K] integers.
+            indices: [..., K] integers; None takes those of `replay_routing`, inside it.
             replay_mask: [...] bool.
             compare: count the tokens that would have been routed differently.
             num_sequences: S.
@@ -431,13 +462,8 @@ class MoE(nn.Module):
         Raises:
             ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
-        replaying = self.replaying
-        if replaying is not None and indices is None:
-            indices, replay_mask, compare = replaying.of(x, compare)
-        capacity = None
-        if self.capacity_factor is not None:
-            tokens = x.numel() // max(1, x.shape[-1])
-            capacity = self.config.capacity(tokens, self.capacity_factor)
+        x = _FRONTEND.check_array("x", x)
+        indices, replay_mask, compare = self._replayed(x, indices, replay_mask, compare)
         out = functional.moe(
             x,
             self.params(),
@@ -448,14 +474,11 @@ class MoE(nn.Module):
             compare=compare,
             num_sequences=num_sequences,
             experts=self.experts.config,
-            capacity=capacity,
+            capacity=module_options.capacity(self.config, self.capacity_factor, x.shape[:-1]),
             group=group,
             **self.options,
         )
-        if replaying is not None:
-            replaying.note(out.routing)
-        if self.recording is not None:
-            self.recording.note(out.routing)
+        self._note(out.routing)
         return out
 
     def update_expert_bias(

@@ -1,6 +1,6 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recording and replaying the routing of a model's MoE modules.
+"""Recording and replaying the routing of a model's MoE and Router modules.
 
 Axis letters: T tokens, L layers, K experts per token, D model width.
 """
@@ -11,17 +11,22 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
-from duomoe.replay import RoutingRecord
+from duomoe.replay import RoutingRecord, match_layers
 from duomoe.results import Routing
 from torch import Tensor, nn
 
-from torch_frontend.modules import MoE
+from torch_frontend.modules import MoE, Router
+
+Site = MoE | Router
 
 
-def _layers(model: nn.Module) -> dict[str, MoE]:
-    found = {name: m for name, m in model.named_modules() if isinstance(m, MoE)}
+def _layers(model: nn.Module) -> dict[str, Site]:
+    routers = {name: m for name, m in model.named_modules() if isinstance(m, MoE | Router)}
+    # The router of a block does not route by itself.
+    inside = {id(m.router) for m in routers.values() if isinstance(m, MoE)}
+    found = {name: m for name, m in routers.items() if id(m) not in inside}
     if not found:
-        raise ValueError(f"model has no torch_frontend.MoE, got {type(model).__name__}")
+        raise ValueError(f"model has no torch_frontend.MoE or Router, got {type(model).__name__}")
     return found
 
 
@@ -44,7 +49,7 @@ class _Notes:
 class Recording:
     """The expert ids of a model's forwards while `record_routing` lasts."""
 
-    def __init__(self, layers: Mapping[str, MoE]) -> None:
+    def __init__(self, layers: Mapping[str, Site]) -> None:
         self._notes = {name: _Notes() for name in layers}
         self._experts = {name: module.config.num_experts for name, module in layers.items()}
 
@@ -74,16 +79,18 @@ class Recording:
 def record_routing(model: nn.Module) -> Iterator[Recording]:
     """Record the expert ids that each MoE of a model uses, in every forward within the `with`.
 
+    A Router that is no part of an MoE counts as a layer, too.
+
     Forwards that activation checkpointing runs again in the backward pass are left out.
 
     Args:
-        model: a module with `MoE`s in it, or one itself.
+        model: a module with MoE or Router modules in it, or one itself.
 
     Returns:
         A context manager of a Recording, whose `record()` gives the RoutingRecord.
 
     Raises:
-        ValueError: on a model without an MoE.
+        ValueError: on a model without an MoE or Router.
     """
     layers = _layers(model)
     recording = Recording(layers)
@@ -105,8 +112,13 @@ class _LayerReplay:
         self.tokens: list[Tensor] = []
         self.slots: list[Tensor] = []
 
-    def of(self, x: Tensor, compare: bool) -> tuple[Tensor, Tensor | None, bool]:
-        """The arguments of a forward of x[..., D]."""
+    def of(
+        self, x: Tensor, indices: Tensor | None, replay_mask: Tensor | None, compare: bool
+    ) -> tuple[Tensor, Tensor | None, bool]:
+        """The arguments of a forward of x[..., D]; what the call itself gives comes first."""
+        compare = compare or self.compare
+        if indices is not None:
+            return indices, replay_mask, compare
         leading = x.shape[:-1]
         if leading.numel() != self.indices.shape[0]:
             raise ValueError(
@@ -116,9 +128,10 @@ class _LayerReplay:
         if self.indices.device != x.device:
             self.indices = self.indices.to(x.device)
             self.mask = None if self.mask is None else self.mask.to(x.device)
-        mask = None if self.mask is None else self.mask.reshape(leading)
+        if replay_mask is None and self.mask is not None:
+            replay_mask = self.mask.reshape(leading)
         indices = self.indices.reshape(*leading, self.indices.shape[-1])
-        return indices, mask, compare or self.compare
+        return indices, replay_mask, compare
 
     def note(self, routing: Routing) -> None:
         if self.compare and not _in_backward():
@@ -141,31 +154,6 @@ class Replay:
         return {n: sum(int(c) for c in layer.slots) for n, layer in self._layers.items()}
 
 
-def _match(
-    model_layers: Mapping[str, MoE], record: RoutingRecord, layers: Mapping[str, str] | None
-) -> dict[str, str]:
-    """The record's layer of every module."""
-    if layers is None:
-        numbers = tuple(str(i) for i in range(len(record.layers)))
-        if record.layers == numbers and len(numbers) == len(model_layers):
-            layers = dict(zip(model_layers, numbers, strict=True))
-        else:
-            layers = {name: name for name in model_layers}
-    for name in model_layers:
-        if layers.get(name) not in record.layers:
-            raise ValueError(
-                f"the record has no layer for module {name!r}; its layers are "
-                f"{', '.join(map(repr, record.layers))}; name them with layers="
-            )
-    for name in layers:
-        if name not in model_layers:
-            raise ValueError(
-                f"layers must name MoE modules of the model, {', '.join(map(repr, model_layers))}, "
-                f"got {name!r}"
-            )
-    return dict(layers)
-
-
 @contextlib.contextmanager
 def replay_routing(
     model: nn.Module,
@@ -177,12 +165,13 @@ def replay_routing(
     """Route the MoEs of a model as recorded, with weights and gradients of the live logits.
 
     Every forward within the `with` must be of the record's tokens; replay `record[a:b]` for a
-    micro-batch. Tokens that the record masks route themselves. The record is not consumed: a
-    forward that activation checkpointing runs again replays the same ids, so let the backward pass
-    run within the `with`, too.
+    micro-batch. Tokens that the record masks route themselves. `indices` or a `replay_mask` that a
+    call gives itself come first. The record is not consumed: a forward that activation
+    checkpointing runs again replays the same ids, so let the backward pass run within the `with`,
+    too.
 
     Args:
-        model: a module with `MoE`s in it, or one itself.
+        model: a module with MoE or Router modules in it, or one itself.
         record: RoutingRecord, recorded in either framework or by an inference engine.
         layers: name of a module to name of the record's layer. None means equal names, or the
             order of the modules if the record's layers are numbered "0", "1", ...
@@ -198,7 +187,7 @@ def replay_routing(
     if not isinstance(record, RoutingRecord):
         raise TypeError(f"record must be a RoutingRecord, got {type(record).__name__}")
     found = _layers(model)
-    names = _match(found, record, layers)
+    names = match_layers(found, record.layers, layers)
     mask = None if record.mask is None else torch.from_numpy(record.mask.copy())
     replays = {}
     for name, module in found.items():

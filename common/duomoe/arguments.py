@@ -87,7 +87,8 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
 def record(name: str, value: Any, kind: type[Record]) -> Record:
     """A record of this very kind."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+        article = "an" if kind.__name__.startswith("E") else "a"
+        raise TypeError(f"{name} must be {article} {kind.__name__}, got {type(value).__name__}")
     return value
 
 

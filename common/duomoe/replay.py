@@ -334,6 +334,43 @@ class RoutingRecord(_Named):
             raise ValueError(f"{path}: {error}") from None
 
 
+def match_layers(
+    model_layers: Iterable[str], record_layers: Iterable[str], layers: Mapping[str, str] | None
+) -> dict[str, str]:
+    """The record's layer of every layer of a model.
+
+    Args:
+        model_layers: names, in order.
+        record_layers: names, in order.
+        layers: name of a layer of the model to name of the record's. None means equal names, or the
+            order of both if the record's are as many, numbered "0", "1", ...
+
+    Raises:
+        ValueError: on a layer of the model that has none, or a name that is no layer of the model.
+        TypeError: if layers is no mapping.
+    """
+    model_layers, record_layers = list(model_layers), list(record_layers)
+    if layers is None:
+        numbers = [str(i) for i in range(len(model_layers))]
+        names = numbers if record_layers == numbers else model_layers
+        layers = dict(zip(model_layers, names, strict=True))
+    elif not isinstance(layers, Mapping):
+        raise TypeError(f"layers must be a dict of str to str, got {type(layers).__name__}")
+    for name in model_layers:
+        if layers.get(name) not in record_layers:
+            raise ValueError(
+                f"the record has no layer for {name!r} of the model; its layers are "
+                f"{', '.join(map(repr, record_layers))}; name them with layers="
+            )
+    for name in layers:
+        if name not in model_layers:
+            raise ValueError(
+                f"layers must name layers of the model, {', '.join(map(repr, model_layers))}, "
+                f"got {name!r}"
+            )
+    return dict(layers)
+
+
 def _read_only(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.flags.writeable = False
