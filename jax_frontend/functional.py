@@ -74,8 +74,7 @@ def z_loss(routing: Routing, *, coeff: float = 1.0, axis_name: Any = None) -> Ar
         A scalar of rank 0, float32; 0 without tokens.
 
     Raises:
-        ValueError, TypeError: on a routing of other E or K than config, or a coeff that is no
-            finite number.
+        ValueError, TypeError: on a routing without statistics, or a coeff that is no finite number.
     """
     return _functions._z_loss(routing, coeff, axis_name)
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""duomoe: Mixture-of-Experts routing, losses and dispatch for JAX and PyTorch, from one core.
+"""duomoe: Mixture-of-Experts routing, losses, dispatch and experts for JAX and PyTorch, from one
+core.
 
 This package holds what both front ends share and neither framework owns; importing it imports
 neither. The functions are in `jax_frontend` and `torch_frontend`, with the same names and

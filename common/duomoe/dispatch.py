@@ -9,7 +9,7 @@ F expert hidden width, R permuted rows.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from duomoe import arguments
 from duomoe.config import ACTIVATIONS, ExpertConfig
@@ -241,7 +241,7 @@ class DispatchFunctions(Functions):
         gate: Array,
         up: Array,
         *,
-        activation: Any = "silu",
+        activation: str = "silu",
         alpha: float = 1.0,
         limit: float | None = None,
         up_offset: float = 0.0,
@@ -265,7 +265,8 @@ class DispatchFunctions(Functions):
         Raises:
             ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
-        config = ExpertConfig(activation, alpha=alpha, limit=limit, up_offset=up_offset)
+        name = cast(Any, activation)
+        config = ExpertConfig(name, alpha=alpha, limit=limit, up_offset=up_offset)
         gate = self._array("gate", gate, 2, "R, F")
         up = self._array("up", up, 2, "R, F")
         (out,) = self._call("glu", (gate, up), config.glu_attributes())

@@ -83,10 +83,12 @@ Made from the docstrings by `make reference`; a test compares the two.
 `jax_frontend` and `torch_frontend` have the functions below with the same arguments, but for the
 one that names where tokens are spread: `axis_name` in JAX, `group` in PyTorch. Arrays are
 `jax.Array` (or NumPy arrays) or `torch.Tensor`. In the `te` modules each front end keeps the order
-of arguments that its users know; see [te](te.md). What begins with `duomoe.` needs no framework:
-see [replay](replay.md), [convert](convert.md) and [hf](hf.md).
+of arguments that its users know; see [te](te.md). The modules are torch's; those of Flax take the
+same options, see [modules](modules.md). What begins with `duomoe.` needs no framework: see
+[replay](replay.md), [convert](convert.md) and [hf](hf.md).
 """
 
+MODULES = ("MoE", "Router", "Experts", "record_routing", "replay_routing")
 RECORD_METHODS = (
     "from_layers",
     "from_array",
@@ -128,11 +130,13 @@ def _preset_section(model: presets.Model) -> str:
 def api_page() -> str:
     """docs/api.md; needs torch, whose front end stands for both."""
     frontend = importlib.import_module("torch_frontend")
-    entries = [(n, getattr(frontend, n)) for n in frontend.__all__ if n.islower()]
+    functions = [n for n in frontend.__all__ if n.islower() and n not in MODULES]
+    entries: list[tuple[str, Any]] = [(n, getattr(frontend, n)) for n in functions]
     entries += [("RouterConfig", RouterConfig), ("RouterConfig.from_hf", RouterConfig.from_hf)]
-    entries += [("ExpertConfig", ExpertConfig), ("ExpertConfig.from_hf", ExpertConfig.from_hf)]
     entries += [("RouterConfig.capacity", RouterConfig.capacity)]
+    entries += [("ExpertConfig", ExpertConfig), ("ExpertConfig.from_hf", ExpertConfig.from_hf)]
     entries += [(record.__name__, record) for record in results.RECORDS]
+    entries += [(f"torch_frontend.{n}", getattr(frontend, n)) for n in MODULES]
     entries += [("duomoe.hf.layer_kinds", hf.layer_kinds), ("duomoe.debug_checks", debug_checks)]
     entries += [("duomoe.RoutingRecord", RoutingRecord)]
     entries += [(f"duomoe.RoutingRecord.{n}", getattr(RoutingRecord, n)) for n in RECORD_METHODS]

@@ -8,11 +8,12 @@ Axis letters: T tokens, E experts, K experts per token, D model width, R permute
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from duomoe import arguments
 from duomoe.results import Array
-from duomoe.te_permutation import PermutationFunctions, product
+from duomoe.te_permutation import PermutationFunctions
 
 
 class PureJaxPermState(NamedTuple):
@@ -231,7 +232,7 @@ class ChunkFunctions(PermutationFunctions):
         tokens = batch * length
         weights = self._frontend.check_array("routing_weights", routing_weights)
         self._float_array("routing_weights", weights, len(weights.shape), "T, K")
-        if product(weights.shape) != tokens * top_k:
+        if math.prod(weights.shape) != tokens * top_k:
             raise ValueError(
                 f"routing_weights must hold {batch} * {length} * {top_k} numbers, got "
                 f"{list(weights.shape)}"

@@ -10,6 +10,7 @@ Axis letters: T tokens, E experts, K experts per token, D model width, R permute
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -385,7 +386,7 @@ class PermutationFunctions(Functions):
             y = self._combine_index(inp, row_id_map, merging_probs, shape)
         if shape is None:
             return y
-        if product(shape[:-1]) != y.shape[0]:
+        if math.prod(shape[:-1]) != y.shape[0]:
             raise ValueError(f"restore_shape must hold {y.shape[0]} tokens, got {shape}")
         return y if len(shape) == 2 else y.reshape(tuple(shape))
 
@@ -455,7 +456,7 @@ class PermutationFunctions(Functions):
             merging_probs = self._tokens("merging_probs", merging_probs, "K")
             tokens, top_k = merging_probs.shape
         elif shape is not None:
-            tokens = product(shape[:-1])
+            tokens = math.prod(shape[:-1])
             top_k = slots // tokens if tokens else 1
         else:
             tokens, top_k = slots, 1
@@ -465,10 +466,3 @@ class PermutationFunctions(Functions):
             )
         row_of_slot = row_id_map.reshape((top_k, tokens)).T
         return self._merge(inp, row_of_slot, merging_probs)
-
-
-def product(shape: Sequence[int]) -> int:
-    product = 1
-    for n in shape:
-        product *= n
-    return product
