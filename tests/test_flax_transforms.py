@@ -363,9 +363,10 @@ def test_copies_of_an_nnx_module(rng) -> None:
     equal(nnx.merge(graph, params, bias)(x), want)
     pure = jax.jit(lambda params, bias, x: nnx.merge(graph, params, bias)(x))
     equal(pure(params, bias, x), want)
+    before = model.router.expert_bias.get_value()
     for other in (copy.deepcopy(model), nnx.clone(model)):
         other.update_expert_bias(want.expert_counts, rate=10.0)
-        assert np.any(other.router.expert_bias.get_value() != want.routing.score_sums)
+        assert np.any(other.router.expert_bias.get_value() != before)
         assert np.any(other(x).expert_counts != want.expert_counts)
     equal(model(x), want)
 

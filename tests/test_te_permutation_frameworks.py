@@ -86,7 +86,8 @@ def test_jit_grad_and_vmap(rng) -> None:
 
     step = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
     (_, eager), grads = step(*given)
-    (_, jitted), jitted_grads = jax.jit(step)(*given)
+    compiled = jax.jit(step)
+    (_, jitted), jitted_grads = compiled(*given)
     np.testing.assert_allclose(eager, jitted, rtol=1e-6, atol=1e-6)
     for a, b in zip(grads, jitted_grads, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -94,9 +95,9 @@ def test_jit_grad_and_vmap(rng) -> None:
 
     many = [np.stack([g, np.roll(g, 1, axis=0)]) for g in given]
     many[5], many[6] = np.stack([given[5]] * 2), np.stack([given[6]] * 2)
-    (_, mapped), mapped_grads = jax.vmap(step)(*many)
+    (_, mapped), mapped_grads = jax.jit(jax.vmap(step))(*many)
     for i in range(2):
-        (_, one), one_grads = step(*[m[i] for m in many])
+        (_, one), one_grads = compiled(*[m[i] for m in many])
         np.testing.assert_allclose(mapped[i], one, rtol=1e-6, atol=1e-6)
         for a, b in zip(mapped_grads, one_grads, strict=True):
             np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-5)
