@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from duomoe import module_options
+from duomoe import arguments, module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import Array, MoEOutput, MoEParams, Routing
 
@@ -90,6 +90,10 @@ class Router(nn.Module):
     gate_dtype: str = "float32"
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., Array] = default_kernel_init
+
+    def __post_init__(self) -> None:
+        arguments.record("config", self.config, RouterConfig)
+        super().__post_init__()
 
     def setup(self) -> None:
         """Declare the parameters."""
@@ -313,6 +317,9 @@ class MoE(nn.Module):
         param_dtype: of the parameters.
         kernel_init: makes one matrix [in, out], (key, shape, dtype); each expert's has a key of
             its own.
+
+    Raises:
+        ValueError, TypeError: on an option of another kind or range, or one that lacks another.
     """
 
     width: int

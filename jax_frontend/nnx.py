@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from duomoe import module_options
+from duomoe import arguments, module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import Array, MoEOutput, MoEParams, Routing
 
@@ -125,6 +125,7 @@ class Router(Routes):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__()
+        arguments.record("config", config, RouterConfig)
         self.config, self.gate_dtype = config, gate_dtype
         self.deterministic = False
         specs = modules.router_specs(width, config.num_experts, bias=bias)
@@ -371,6 +372,9 @@ class MoE(Routes):
         experts: Experts.
         shared: SharedExperts or None. The names, shapes and layouts of the parameters of all three
             are those of the torch module.
+
+    Raises:
+        ValueError, TypeError: on an option of another kind or range, or one that lacks another.
     """
 
     def __init__(

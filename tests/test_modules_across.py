@@ -156,6 +156,12 @@ def test_options_are_refused_in_the_same_words(framework, args, options, error, 
         MODULES[framework](*args, **options)
 
 
+def test_routers_refuse_other_configs() -> None:
+    for module, options in ((tf, {}), (linen, {}), (nnx_modules, {"rngs": nnx.Rngs(0)})):
+        with pytest.raises(TypeError, match="config must be a RouterConfig, got int"):
+            module.Router(16, 8, **options)
+
+
 @pytest.mark.parametrize("framework", MODULES)
 def test_input_is_refused_in_the_same_words(framework: str) -> None:
     module = MODULES[framework](16, 12, CONFIG, capacity_factor=1.0)

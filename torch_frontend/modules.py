@@ -344,6 +344,9 @@ class MoE(Routes):
         recompute: see moe.
         device: of the parameters; "meta" works, with to_empty and reset_parameters.
         dtype: of the parameters.
+
+    Raises:
+        ValueError, TypeError: on an option of another kind or range, or one that lacks another.
     """
 
     def __init__(

@@ -219,6 +219,9 @@ class RoutingRecord(_Named):
         """One record of the tokens of several, in order.
 
         Layers, K and num_experts must be the same. Metadata that all of them share is kept.
+
+        Raises:
+            ValueError: if they differ, or there are no records; TypeError: on another kind of them.
         """
         parts = list(records)
         if not parts:
@@ -263,6 +266,12 @@ class RoutingRecord(_Named):
 
         An engine has no routing for the last token that it sampled: `record.pad(1)` fits the
         sequence again.
+
+        Args:
+            tokens: how many.
+
+        Raises:
+            ValueError, TypeError: on a negative number, or none.
         """
         count = arguments.integer("tokens", tokens, 0)
         empty = np.full((count, *self.indices.shape[1:]), -1, np.int32)
@@ -275,11 +284,19 @@ class RoutingRecord(_Named):
         return self.layers.index(name)
 
     def layer(self, name: str) -> np.ndarray:
-        """The ids of one layer: [T, K] int32, a contiguous copy."""
+        """The ids of one layer: [T, K] int32, a contiguous copy.
+
+        Raises:
+            ValueError: if there is no such layer.
+        """
         return self.indices[:, self._position(name), :].copy()
 
     def select_layers(self, names: Iterable[str]) -> RoutingRecord:
-        """Only these layers, in this order, for instance without an engine's dense ones."""
+        """Only these layers, in this order, for instance without an engine's dense ones.
+
+        Raises:
+            ValueError, TypeError: if there is no such layer, or it is named twice.
+        """
         names = _layer_names(names)
         positions = [self._position(name) for name in names]
         return dataclasses.replace(self, indices=self.indices[:, positions, :], layers=names)
