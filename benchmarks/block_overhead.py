@@ -14,26 +14,25 @@ import argparse
 import dataclasses
 import datetime
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-THREADS = 2
-os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
-os.environ["OMP_NUM_THREADS"] = str(THREADS)
+from cpu_common import THREADS, cpu_model
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from duomoe import MoEParams, RouterConfig  # noqa: E402
-from duomoe.verification.memory import Block  # noqa: E402
+# isort: split
 
-import jax_frontend  # noqa: E402
-import torch_frontend  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from duomoe import MoEParams, RouterConfig
+from duomoe.verification.memory import Block
+
+import jax_frontend
+import torch_frontend
 
 torch.set_num_threads(THREADS)
 BLOCKS = {
@@ -140,11 +139,7 @@ def main() -> None:
     options = parser.parse_args()
     record: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
-        "cpu": next(
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
+        "cpu": cpu_model(),
         "threads": THREADS,
         "versions": {"torch": torch.__version__, "jax": jax.__version__},
         "blocks": {name: dataclasses.asdict(b) for name, b in BLOCKS.items()},
