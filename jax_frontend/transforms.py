@@ -29,6 +29,7 @@ import ml_dtypes
 import numpy as np
 from duomoe import ops
 from jax.custom_batching import custom_vmap
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -443,12 +444,15 @@ def fork(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x, x
 
 
-def _fork_backward(_: None, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array]:
-    (total,) = _apply(TABLE["add"], cotangents, {})
-    return (total,)
+def _fork_backward(_: None, cotangents: tuple[Any, Any]) -> tuple[Any, ...]:
+    # What nobody used costs nothing, and leaves the other cotangent's bits.
+    used = [c for c in cotangents if not isinstance(c, SymbolicZero)]
+    if len(used) < 2:
+        return tuple(used) if used else (cotangents[0],)
+    return _apply(TABLE["add"], used, {})
 
 
-fork.defvjp(lambda x: ((x, x), None), _fork_backward)
+fork.defvjp(lambda x: ((x.value, x.value), None), _fork_backward, symbolic_zeros=True)
 
 
 @jax.custom_vjp

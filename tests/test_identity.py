@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from adapters import JaxAdapter, bits
-from duomoe import RouterConfig
+from duomoe import MoEParams, RouterConfig
 from duomoe.verification.compare import compare_all
 from duomoe.verification.inputs import Options
 from hypothesis import given, settings
@@ -169,3 +169,21 @@ def test_route_on_any_logits(data, jax_adapter, torch_adapter) -> None:
     finite = np.isfinite(z).all(axis=1)
     assert np.isfinite(weights[finite]).all() and np.isfinite(grad[finite]).all()
     assert np.all(weights[~mask] == 0) and np.all(grad[~mask] == 0)
+
+
+def test_cotangents_of_all_that_a_block_returns(jax_adapter, torch_adapter, rng) -> None:
+    """Logits and weights are used inside the block, too: what joins their cotangents keeps
+    denormals, which XLA's own additions flush."""
+    x, parameters = normal(rng, (9, 8)), block_parameters(rng, 4, 8, 6)
+    outputs = [np.full(shape, 1e-40, np.float32) for shape in ((9, 8), (9, 4), (9, 2))]
+
+    def f_of(functions):
+        def f(x, *p):
+            out = functions.moe(x, MoEParams(*p), RouterConfig(4, 2, normalize=False))
+            return out.output, out.logits, out.routing.weights
+
+        return f
+
+    pair(jax_adapter, torch_adapter, f_of, [x, *parameters], outputs)
+    _, pull = jax_adapter.vjp(f_of(jax_adapter.functions), x, *parameters)
+    assert np.abs(pull(*outputs)[1]).max() > 0

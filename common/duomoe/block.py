@@ -57,18 +57,21 @@ class BlockFunctions(ExpertFunctions):
             token_mask=arrays["token_mask"],
             gate_dtype=block.gate_dtype,
         )
+        logits, for_route = self._frontend.fork(logits)
         routing = self.route(
-            logits,
+            for_route,
             config,
             bias=params.expert_bias,
             num_sequences=num_sequences,
             compare=compare,
             **arrays,
         )
+        weights, for_mix = self._frontend.fork(routing.weights)
+        routing = Routing(**{**vars(routing), "weights": weights})
         y, plan = self._mix(
             for_experts,
             routing.indices,
-            routing.weights,
+            for_mix,
             params,
             config.num_experts,
             arrays["token_mask"],
