@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
-from duomoe import arguments, module_options
+from duomoe import module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import Array, MoEOutput, MoEParams, Routing
 
@@ -92,7 +92,7 @@ class Router(nn.Module):
     kernel_init: Callable[..., Array] = default_kernel_init
 
     def __post_init__(self) -> None:
-        arguments.record("config", self.config, RouterConfig)
+        module_options.check_router(self.width, self.config, self.gate_dtype)
         super().__post_init__()
 
     def setup(self) -> None:
@@ -222,6 +222,7 @@ class Experts(nn.Module):
 
     def setup(self) -> None:
         """Declare the parameters."""
+        module_options.check_experts("config", self.config, self.gated)
         specs = modules.expert_specs(
             self.width, self.hidden, self.num_experts, gated=self.gated, bias=self.bias
         )
@@ -346,15 +347,8 @@ class MoE(nn.Module):
     kernel_init: Callable[..., Array] = default_kernel_init
 
     def __post_init__(self) -> None:
-        module_options.check(
-            self.width,
-            self.hidden,
-            self.config,
-            experts=self.experts,
-            shared_hidden=self.shared_hidden,
-            shared_router=self.shared_router,
-            capacity_factor=self.capacity_factor,
-        )
+        layout = (self.gated, self.shared_hidden, self.shared_router)
+        self._settings().check(self.width, self.hidden, self.config, *layout)
         super().__post_init__()
 
     @nn.nowrap

@@ -61,6 +61,7 @@ def expert_specs(
     width: int, hidden: int, num_experts: int, *, gated: bool, bias: bool
 ) -> dict[str, ParameterSpec]:
     """The parameters of the experts by name, in the order of MoEParams."""
+    module_options.check_lengths(width=width, hidden=hidden, num_experts=num_experts)
     inner, outer = (hidden, "mlp"), (width, "embed")
     products = {"gate": (outer, inner), "up": (outer, inner), "down": (inner, outer)}
     if not gated:
@@ -136,6 +137,29 @@ class BlockSettings:
     dtype: Any
     options: tuple[tuple[str, Any], ...]
 
+    def check(
+        self,
+        width: int,
+        hidden: int,
+        config: RouterConfig,
+        gated: bool,
+        shared_hidden: int,
+        shared_router: bool,
+    ) -> None:
+        """Refuse when a module is made what no call of it could mend."""
+        module_options.check_block(
+            width,
+            hidden,
+            config,
+            experts=self.experts,
+            capacity_factor=self.capacity_factor,
+            gated=gated,
+            shared_hidden=shared_hidden,
+            shared_router=shared_router,
+            **dict(self.options),
+        )
+        check_dtype("dtype", self.dtype)
+
     def run(self, x: Array, params: MoEParams, config: RouterConfig, **given: Any) -> MoEOutput:
         """The block on x[..., D]."""
         x, params = in_dtype(x, params, self.dtype)
@@ -150,6 +174,12 @@ class BlockSettings:
         )
 
 
+def check_dtype(name: str, dtype: Any) -> None:
+    """None, or a dtype that the ops take."""
+    if dtype is not None:
+        arguments.one_of(name, jnp.dtype(dtype).name, FLOAT_DTYPES)
+
+
 # The gate rounds its own operands, to gate_dtype; the selection bias is always float32.
 _AS_THEY_ARE = ("router", "router_bias", "expert_bias", "shared_router")
 
@@ -159,7 +189,7 @@ def in_dtype(x: Array, params: MoEParams, dtype: Any) -> tuple[Array, MoEParams]
     x = JaxFrontEnd().check_array("x", x)
     if dtype is None:
         return x, params
-    arguments.one_of("dtype", jnp.dtype(dtype).name, FLOAT_DTYPES)
+    check_dtype("dtype", dtype)
     if x.dtype.name not in FLOAT_DTYPES:
         raise TypeError(f"x must be float32, bfloat16 or float16, got {x.dtype.name}")
     rounded = {

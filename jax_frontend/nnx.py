@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from duomoe import arguments, module_options
+from duomoe import module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import Array, MoEOutput, MoEParams, Routing
 
@@ -125,7 +125,7 @@ class Router(Routes):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__()
-        arguments.record("config", config, RouterConfig)
+        module_options.check_router(width, config, gate_dtype)
         self.config, self.gate_dtype = config, gate_dtype
         self.deterministic = False
         specs = modules.router_specs(width, config.num_experts, bias=bias)
@@ -269,6 +269,7 @@ class Experts(nnx.Module):
         kernel_init: Callable[..., Array] = default_kernel_init,
         rngs: nnx.Rngs,
     ) -> None:
+        module_options.check_experts("config", config, gated)
         self.config, self.dtype = config, dtype
         specs = modules.expert_specs(width, hidden, num_experts, gated=gated, bias=bias)
         _declare(self, specs, kernel_init, param_dtype, rngs, _EXPERT_NAMES)
@@ -404,15 +405,6 @@ class MoE(Routes):
         rngs: nnx.Rngs,
     ) -> None:
         super().__init__()
-        module_options.check(
-            width,
-            hidden,
-            config,
-            experts=experts,
-            shared_hidden=shared_hidden,
-            shared_router=shared_router,
-            capacity_factor=capacity_factor,
-        )
         given = {
             "drop_order": drop_order,
             "alignment": alignment,
@@ -423,6 +415,7 @@ class MoE(Routes):
             "recompute": recompute,
         }
         self.settings = modules.BlockSettings(experts, capacity_factor, dtype, tuple(given.items()))
+        self.settings.check(width, hidden, config, gated, shared_hidden, shared_router)
         factory: dict[str, Any] = {
             "param_dtype": param_dtype,
             "kernel_init": kernel_init,

@@ -43,6 +43,7 @@ def test_capacity_is_the_ceiling(rng) -> None:
     ("tokens", "factor", "error", "message"),
     [
         (4, 0, ValueError, "factor must be above 0, got 0.0"),
+        (4, 1e300, ValueError, "factor must give fewer than 2^63 rows per expert, got 1e+300"),
         (4, -1.5, ValueError, "factor must be above 0, got -1.5"),
         (4, 1e-9, ValueError, "factor must be above 0, got 1e-09"),
         (4, float("inf"), ValueError, "factor must be finite, got inf"),

@@ -23,6 +23,13 @@ def params(adapter, **changes) -> MoEParams:
     )
 
 
+NO_EXPERTS = {
+    "w_gate": None,
+    "w_up": np.zeros((0, 16, 32), np.float32),
+    "w_down": np.zeros((0, 32, 16), np.float32),
+}
+
+
 def plan(f, a):
     return f.plan_dispatch(a.array(IDS), 8)
 
@@ -257,6 +264,38 @@ CASES = {
         TypeError,
         "params.w_up must be a .*, got NoneType",
         lambda f, a: f.moe(a.array(X), params(a, w_up=None), CONFIG),
+    ),
+    "params kind": (
+        TypeError,
+        "params.router must be a .*, got list",
+        lambda f, a: f.moe(a.array(X), params(a, router=[0.0]), CONFIG),
+    ),
+    "params of no expert": (
+        ValueError,
+        "params.w_up must be of at least one expert, got E = 0",
+        lambda f, a: f.moe_from_routing(
+            a.array(X), a.array(IDS), a.array(Z[:, :2]), params(a, **NO_EXPERTS)
+        ),
+    ),
+    "moe mask kind": (
+        TypeError,
+        "token_mask must be a .*, got list",
+        lambda f, a: f.moe(a.array(X), params(a), CONFIG, token_mask=[True] * 6),
+    ),
+    "moe indices kind": (
+        TypeError,
+        "indices must be a .*, got list",
+        lambda f, a: f.moe(a.array(X), params(a), CONFIG, indices=IDS.tolist()),
+    ),
+    "moe replay mask kind": (
+        TypeError,
+        "replay_mask must be a .*, got bool",
+        lambda f, a: f.moe(a.array(X), params(a), CONFIG, indices=a.array(IDS), replay_mask=True),
+    ),
+    "limit that float32 rounds to none": (
+        ValueError,
+        "limit must be above 0 or None, got 1e-50",
+        lambda f, a: f.glu(a.array(X), a.array(X), limit=1e-50),
     ),
     "gate dtype": (
         ValueError,

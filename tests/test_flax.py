@@ -393,23 +393,3 @@ def test_nnx_module_trains_and_its_load_evens_out(rng) -> None:
         history.append((float(value), spread(counts)))
     assert history[-1][0] < 0.5 * history[0][0]
     assert history[0][1] > 2 and history[-1][1] < 1.6
-
-
-# -- errors ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [linen_moe, nnx_moe])
-def test_bad_options(make) -> None:
-    with pytest.raises(ValueError, match="shared_router needs shared experts, got shared_hidden=0"):
-        make(shared_router=True)
-    with pytest.raises(ValueError, match="factor must be above 0, got -1"):
-        make(capacity_factor=-1)
-    with pytest.raises(TypeError, match="factor must be a float, got 'all'"):
-        make(capacity_factor="all")
-
-
-def test_config_is_checked() -> None:
-    with pytest.raises(TypeError, match="config must be a RouterConfig, got int"):
-        jf.linen.MoE(4, 4, 8)
-    with pytest.raises(TypeError, match="config must be a RouterConfig, got int"):
-        jf.nnx.MoE(4, 4, 8, rngs=nnx.Rngs(0))

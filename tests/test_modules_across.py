@@ -129,7 +129,7 @@ MODULES = {
 OWN = {"device", "dtype", "param_dtype", "kernel_init", "rngs", "parent", "name", "self"}
 
 
-@pytest.mark.parametrize("name", ["MoE", "Router", "Experts"])
+@pytest.mark.parametrize("name", ["MoE", "Router", "Experts", "SharedExperts"])
 def test_modules_have_the_same_arguments(name: str) -> None:
     found = []
     for module in (getattr(m, name) for m in (tf, linen, nnx_modules)):

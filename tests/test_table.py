@@ -118,7 +118,7 @@ def test_front_ends_have_the_same_functions_and_arguments() -> None:
     import torch_frontend
 
     # JAX's modules are in jax_frontend.linen and jax_frontend.nnx, of which neither is required.
-    modules = {"Experts", "MoE", "Router", "record_routing", "replay_routing"}
+    modules = {"Experts", "MoE", "Router", "SharedExperts", "record_routing", "replay_routing"}
     assert modules < set(torch_frontend.__all__)
     assert jax_frontend.__all__ == [n for n in torch_frontend.__all__ if n not in modules]
     reduction = {"axis_name": "over", "group": "over"}

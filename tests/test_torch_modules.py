@@ -259,13 +259,20 @@ def test_training_evens_the_load() -> None:
     assert peaks[0] > 180 and peaks[-1] < 110
 
 
-def test_wrong_options() -> None:
-    with pytest.raises(ValueError, match="shared_router needs shared experts"):
-        tf.MoE(16, 24, CONFIG, shared_router=True)
-    with pytest.raises(ValueError, match="factor must be above 0, got 0"):
-        tf.MoE(16, 24, CONFIG, capacity_factor=0)
-    with pytest.raises(ValueError, match=r"experts.limit and experts.up_offset are for gated"):
-        tf.MoE(16, 24, CONFIG, gated=False, experts=ExpertConfig(limit=7.0))(torch.zeros(2, 16))
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+@pytest.mark.parametrize(
+    ("x", "error", "words"),
+    [
+        ([[0.0] * 16], TypeError, "x must be a torch.Tensor, got list"),
+        (torch.tensor(0.0), ValueError, r"x must have shape \[..., D\], got \[\]"),
+        (torch.zeros(2, 16).to_sparse(), TypeError, "x must be a dense torch.Tensor, got a sparse"),
+    ],
+    ids=["list", "scalar", "sparse"],
+)
+def test_wrong_inputs(x, error: type[Exception], words: str, capacity_factor) -> None:
+    module = tf.MoE(16, 24, CONFIG, capacity_factor=capacity_factor)
+    with pytest.raises(error, match=words):
+        module(x)
 
 
 def test_router_and_experts_alone() -> None:

@@ -44,7 +44,7 @@ from torch_frontend.functional import (
     update_expert_bias_by_quantile,
     z_loss,
 )
-from torch_frontend.modules import Experts, MoE, Router
+from torch_frontend.modules import Experts, MoE, Router, SharedExperts
 from torch_frontend.replay import record_routing, replay_routing
 
 for _record in _RECORDS:
@@ -63,6 +63,7 @@ __all__ = [
     "Router",
     "RouterConfig",
     "Routing",
+    "SharedExperts",
     "activate",
     "combine",
     "count_mismatches",

@@ -99,6 +99,9 @@ class TorchFrontEnd:
         """`value`, if it is a torch.Tensor."""
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+            raise TypeError(f"{name} must be a dense torch.Tensor, got a {kind} one")
         return value
 
     def count(self, n: int) -> None:

@@ -11,15 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from duomoe import arguments, module_options
+from duomoe import module_options
 from duomoe.config import ExpertConfig, RouterConfig
 from duomoe.results import MoEOutput, MoEParams, Routing
 from torch import Tensor, nn
 
 from torch_frontend import functional
-from torch_frontend.frontend import TorchFrontEnd
-
-_FRONTEND = TorchFrontEnd()
 
 NAMES = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 
@@ -101,7 +98,7 @@ class Router(Routes):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        arguments.record("config", config, RouterConfig)
+        module_options.check_router(width, config, gate_dtype)
         self.config, self.gate_dtype = config, gate_dtype
         experts = config.num_experts
         _parameter(self, "weight", True, (width, experts), device=device, dtype=dtype)
@@ -233,6 +230,8 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        module_options.check_lengths(width=width, hidden=hidden, num_experts=num_experts)
+        module_options.check_experts("config", config, gated)
         self.config = ExpertConfig() if config is None else config
         factory = {"device": device, "dtype": dtype}
         for name in NAMES:
@@ -303,6 +302,7 @@ class SharedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        module_options.check_lengths(width=width, hidden=hidden)
         factory = {"device": device, "dtype": dtype}
         _parameter(self, "w_gate", gated, (width, hidden), **factory)
         _parameter(self, "w_up", True, (width, hidden), **factory)
@@ -374,14 +374,25 @@ class MoE(Routes):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        module_options.check(
+        options: dict[str, Any] = {
+            "drop_order": drop_order,
+            "alignment": alignment,
+            "max_rows": max_rows,
+            "gate_dtype": gate_dtype,
+            "load_balancing_coeff": load_balancing_coeff,
+            "z_loss_coeff": z_loss_coeff,
+            "recompute": recompute,
+        }
+        module_options.check_block(
             width,
             hidden,
             config,
             experts=experts,
+            gated=gated,
             shared_hidden=shared_hidden,
             shared_router=shared_router,
             capacity_factor=capacity_factor,
+            **options,
         )
         factory = {"device": device, "dtype": dtype}
         self.router = Router(
@@ -401,15 +412,7 @@ class MoE(Routes):
             else None
         )
         self.capacity_factor = capacity_factor
-        self.options: dict[str, Any] = {
-            "drop_order": drop_order,
-            "alignment": alignment,
-            "max_rows": max_rows,
-            "gate_dtype": gate_dtype,
-            "load_balancing_coeff": load_balancing_coeff,
-            "z_loss_coeff": z_loss_coeff,
-            "recompute": recompute,
-        }
+        self.options = options
 
     @property
     def config(self) -> RouterConfig:
@@ -465,7 +468,7 @@ class MoE(Routes):
         Raises:
             ValueError, TypeError: on a shape, dtype or option that does not fit.
         """
-        x = _FRONTEND.check_array("x", x)
+        x = functional._functions._tokens(x)
         indices, replay_mask, compare = self._replayed(x, indices, replay_mask, compare)
         out = functional.moe(
             x,

@@ -164,8 +164,11 @@ class RouterConfig:
         exact = Fraction(factor).limit_denominator(10**6)
         if exact <= 0:
             raise ValueError(f"factor must be above 0, got {factor}")
-        rows = num_tokens * (self.top_k * exact.numerator)
-        return -(-rows // (self.num_experts * exact.denominator))
+        slots = num_tokens * (self.top_k * exact.numerator)
+        rows = -(-slots // (self.num_experts * exact.denominator))
+        if isinstance(rows, int) and rows > arguments.INT64_MAX:
+            raise ValueError(f"factor must give fewer than 2^63 rows per expert, got {factor}")
+        return rows
 
     def to_json(self) -> str:
         """The options as a JSON object; `RouterConfig.from_json` reads it back."""
@@ -248,7 +251,8 @@ class ExpertConfig:
             raise ValueError(f"alpha is for activation='silu' only, got {self.activation!r}")
         if self.limit is not None:
             object.__setattr__(self, "limit", arguments.float32("limit", self.limit))
-            if self.limit <= 0:
+            # In float32, where 0 stands for no limit.
+            if np.float32(self.limit) <= 0:
                 raise ValueError(f"limit must be above 0 or None, got {self.limit}")
 
     @property

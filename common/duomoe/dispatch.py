@@ -32,6 +32,21 @@ def plan_rows(
     return rows if max_rows is None else min(rows, max_rows)
 
 
+def plan_options(
+    capacity: Any, drop_order: Any, alignment: Any, max_rows: Any
+) -> tuple[int | None, int, int | None]:
+    """The checked capacity, alignment and max_rows."""
+    arguments.one_of("drop_order", drop_order, ("position", "weight"))
+    alignment = arguments.integer("alignment", alignment, 1, arguments.INT32_MAX)
+    if capacity is not None:
+        capacity = arguments.integer("capacity", capacity, 0)
+    if max_rows is not None:
+        max_rows = arguments.integer("max_rows", max_rows, 0)
+        if max_rows % alignment:
+            raise ValueError(f"max_rows ({max_rows}) must be a multiple of alignment ({alignment})")
+    return capacity, alignment, max_rows
+
+
 class DispatchFunctions(Functions):
     """The public functions of one front end from the plan on."""
 
@@ -71,7 +86,7 @@ class DispatchFunctions(Functions):
             ValueError, TypeError: on an option, shape or dtype that does not fit.
         """
         num_experts = arguments.integer("num_experts", num_experts, 1, arguments.INT32_MAX - 1)
-        options = self._plan_options(capacity, drop_order, alignment, max_rows)
+        options = plan_options(capacity, drop_order, alignment, max_rows)
         if drop_order == "weight" and weights is None:
             raise ValueError("drop_order='weight' needs weights, got None")
         indices = self._integers("indices", self._array("indices", indices, 2, "T, K"))
@@ -105,22 +120,6 @@ class DispatchFunctions(Functions):
                 "lower alignment, or set max_rows"
             )
         return num_rows
-
-    def _plan_options(
-        self, capacity: Any, drop_order: Any, alignment: Any, max_rows: Any
-    ) -> tuple[int | None, int, int | None]:
-        """The checked capacity, alignment and max_rows."""
-        arguments.one_of("drop_order", drop_order, ("position", "weight"))
-        alignment = arguments.integer("alignment", alignment, 1, arguments.INT32_MAX)
-        if capacity is not None:
-            capacity = arguments.integer("capacity", capacity, 0)
-        if max_rows is not None:
-            max_rows = arguments.integer("max_rows", max_rows, 0)
-            if max_rows % alignment:
-                raise ValueError(
-                    f"max_rows ({max_rows}) must be a multiple of alignment ({alignment})"
-                )
-        return capacity, alignment, max_rows
 
     def permute(self, x: Array, plan: DispatchPlan, weights: Array | None = None) -> Array:
         """Copy token rows into expert order.

@@ -15,7 +15,7 @@ from typing import Any
 
 from duomoe import arguments
 from duomoe.config import ExpertConfig, RouterConfig
-from duomoe.dispatch import DispatchFunctions
+from duomoe.dispatch import DispatchFunctions, plan_options
 from duomoe.ops import FLOAT_DTYPES
 from duomoe.results import Array, DispatchPlan, MoEParams
 
@@ -46,6 +46,13 @@ class ExpertFunctions(DispatchFunctions):
 
     # -- arguments ---------------------------------------------------------------------------------
 
+    def _tokens(self, x: Any) -> Array:
+        """x[..., D]."""
+        x = self._frontend.check_array("x", x)
+        if len(x.shape) < 1:
+            raise ValueError("x must have shape [..., D], got []")
+        return self._float_array("x", x, len(x.shape), "..., D")
+
     def _block_arguments(
         self,
         op: str,
@@ -71,10 +78,7 @@ class ExpertFunctions(DispatchFunctions):
             x, its leading axes, the other arrays with these merged into one, and the options with
             the experts' defaults.
         """
-        x = self._frontend.check_array("x", x)
-        if len(x.shape) < 1:
-            raise ValueError("x must have shape [..., D], got []")
-        self._float_array("x", x, len(x.shape), "..., D")
+        x = self._tokens(x)
         leading, width = tuple(x.shape[:-1]), x.shape[-1]
         arguments.record("params", params, MoEParams)
         experts = options.experts
@@ -83,20 +87,22 @@ class ExpertFunctions(DispatchFunctions):
         arguments.record("experts", experts, ExpertConfig)
         arguments.one_of("gate_dtype", options.gate_dtype, FLOAT_DTYPES)
         arguments.boolean("recompute", options.recompute)
-        num_experts = self._check_params(params, experts, width, num_experts)
         present = {name: array for name, array in optional.items() if array is not None}
+        named = {f"params.{n}": array for n, array in vars(params).items() if array is not None}
+        for name, array in (*named.items(), *present.items()):
+            self._frontend.check_array(name, array)
+        num_experts = self._check_params(params, experts, width, num_experts)
         if top_k is None:
-            shape = self._frontend.check_array("indices", present["indices"]).shape
+            shape = present["indices"].shape
             if len(shape) != len(leading) + 1:
                 raise ValueError(
                     f"indices must have shape [..., K], the leading axes being those of x, "
                     f"{list(leading)}, got {list(shape)}"
                 )
             top_k = shape[-1]
-        bounds = self._plan_options(**options.plan())
+        bounds = plan_options(**options.plan())
         self._num_rows(math.prod(leading) * top_k, num_experts, *bounds)
-        named = {f"params.{name}": array for name, array in vars(params).items()}
-        self._frontend.check_device(op, {"x": x, **named, **optional})
+        self._frontend.check_device(op, {"x": x, **named, **present})
         arrays: dict[str, Any] = dict.fromkeys(optional)
         for name, array in present.items():
             if name.endswith("mask"):
@@ -132,6 +138,8 @@ class ExpertFunctions(DispatchFunctions):
             return (*batch, inner)
 
         num_experts, inner = check_units("", "E, ", (-1 if num_experts is None else num_experts,))
+        if num_experts == 0:
+            raise ValueError("params.w_up must be of at least one expert, got E = 0")
         lengths = {"b_gate": ("E, F", inner), "b_up": ("E, F", inner), "b_down": ("E, D", width)}
         for name, (letters, length) in lengths.items():
             if getattr(params, name) is not None:

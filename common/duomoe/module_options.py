@@ -1,9 +1,9 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the MoE modules for torch, linen and nnx check alike, so that they refuse in the same words.
+"""What the MoE modules for torch, linen and nnx check alike, so that they refuse in the same words:
+when they are made, options that no call could mend.
 
-Axis letters: E experts, D model width, F expert hidden width, F' joint hidden width of the shared
-experts.
+Axis letters: E experts, D model width, F expert hidden width.
 """
 
 from __future__ import annotations
@@ -14,42 +14,69 @@ from typing import Any
 
 from duomoe import arguments
 from duomoe.config import ExpertConfig, RouterConfig
+from duomoe.dispatch import plan_options
+from duomoe.ops import FLOAT_DTYPES
 
 
-def check(
+def check_lengths(**lengths: Any) -> None:
+    """Axes of parameters: ints of at least 1."""
+    for name, length in lengths.items():
+        arguments.integer(name, length, 1)
+
+
+def check_router(width: Any, config: Any, gate_dtype: Any) -> None:
+    """The options of a Router."""
+    check_lengths(width=width)
+    arguments.record("config", config, RouterConfig)
+    arguments.one_of("gate_dtype", gate_dtype, FLOAT_DTYPES)
+
+
+def check_experts(name: str, config: Any, gated: bool) -> None:
+    """The ExpertConfig of Experts, which `name` is in the caller's words, or None."""
+    if config is None:
+        return
+    arguments.record(name, config, ExpertConfig)
+    if config.needs_gate and not gated:
+        raise ValueError(
+            f"{name}.limit and {name}.up_offset are for gated experts, but gated is False"
+        )
+
+
+def check_block(
     width: Any,
     hidden: Any,
     config: Any,
     *,
     experts: Any,
+    gated: bool,
     shared_hidden: Any,
-    shared_router: Any,
+    shared_router: bool,
     capacity_factor: Any,
+    drop_order: Any,
+    alignment: Any,
+    max_rows: Any,
+    gate_dtype: Any,
+    load_balancing_coeff: Any,
+    z_loss_coeff: Any,
+    recompute: Any,
 ) -> None:
-    """Refuse when a module is made what no call of it could mend.
-
-    Args:
-        width: D.
-        hidden: F.
-        config: RouterConfig.
-        experts: ExpertConfig or None.
-        shared_hidden: F', or 0.
-        shared_router: whether the shared experts have a factor of their own.
-        capacity_factor: see RouterConfig.capacity; None for no capacity.
+    """The options of an MoE; see the arguments of `moe`.
 
     Raises:
-        ValueError, TypeError: on an option of another kind or range, or one that lacks another.
+        ValueError, TypeError: on an option that does not fit, or contradicts another.
     """
-    arguments.integer("width", width, 1)
-    arguments.integer("hidden", hidden, 1)
-    arguments.record("config", config, RouterConfig)
-    if experts is not None:
-        arguments.record("experts", experts, ExpertConfig)
+    check_router(width, config, gate_dtype)
+    check_lengths(hidden=hidden)
+    check_experts("experts", experts, gated)
     arguments.integer("shared_hidden", shared_hidden, 0)
     if shared_router and not shared_hidden:
         raise ValueError("shared_router needs shared experts, got shared_hidden=0")
     if capacity_factor is not None:
         config.capacity(0, capacity_factor)
+    plan_options(None, drop_order, alignment, max_rows)
+    arguments.number("load_balancing_coeff", load_balancing_coeff)
+    arguments.number("z_loss_coeff", z_loss_coeff)
+    arguments.boolean("recompute", recompute)
 
 
 def capacity(config: RouterConfig, factor: float | None, leading: Sequence[int]) -> int | None:

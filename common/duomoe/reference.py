@@ -88,7 +88,7 @@ same options, see [modules](modules.md). What begins with `duomoe.` needs no fra
 [replay](replay.md), [convert](convert.md) and [hf](hf.md).
 """
 
-MODULES = ("MoE", "Router", "Experts", "record_routing", "replay_routing")
+MODULES = ("MoE", "Router", "Experts", "SharedExperts", "record_routing", "replay_routing")
 RECORD_METHODS = (
     "from_layers",
     "from_array",
