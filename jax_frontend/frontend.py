@@ -101,7 +101,12 @@ class JaxFrontEnd:
         """Psum itself says what is wrong with a name, while it traces."""
 
     def check_device(self, op: str, arrays: Mapping[str, jax.Array | None]) -> None:
-        """JAX checks the devices of a call's arguments itself, before it runs."""
+        """TypeError naming the argument that is no array; JAX checks the devices itself, before a
+        call runs.
+        """
+        for name, x in arrays.items():
+            if x is not None and not isinstance(x, jax.ShapeDtypeStruct):  # what a buffer may be
+                self.check_array(name, x)
 
     def fork(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`x` twice, its cotangents joined by the core."""

@@ -69,6 +69,16 @@ ERRORS: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "inp must be a (jax.Array|torch.Tensor), got list",
     ),
+    "no map": (
+        lambda m, g: m.moe_permute_with_probs(g["x"], g["p"], [[True]], 4),
+        TypeError,
+        "routing_map must be a (jax.Array|torch.Tensor), got list",
+    ),
+    "no probs": (
+        lambda m, g: m.token_dispatch(g["x"], g["mask"], ROWS, probs=1.0),
+        TypeError,
+        "probs must be a (jax.Array|torch.Tensor), got float",
+    ),
     "rank": (
         lambda m, g: m.moe_permute(g["x"][0], g["mask"], 4),
         ValueError,

@@ -92,6 +92,19 @@ class _AllSum(torch.autograd.Function):
         return _AllSum.apply(grads[0], ctx.group), None
 
 
+def _check_one_device(op: str, tensors: Mapping[str, torch.Tensor | None]) -> None:
+    device = None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        device = device or x.device
+        if x.device != device:
+            raise ValueError(
+                f"{op}: all arguments must be on one device, but {name} is on {x.device} "
+                f"and others are on {device}"
+            )
+
+
 class TorchFrontEnd:
     """The torch side of duomoe.functional."""
 
@@ -147,7 +160,7 @@ class TorchFrontEnd:
     ) -> tuple[torch.Tensor, ...]:
         """Check the arguments, then run the operator."""
         spec = TABLE[op]
-        self.check_device(op, {s.name: x for s, x in zip(spec.inputs, inputs, strict=True)})
+        _check_one_device(op, {s.name: x for s, x in zip(spec.inputs, inputs, strict=True)})
         shapes = [None if x is None else x.shape for x in inputs]
         dtypes = [None if x is None else bind.dtype_name(x) for x in inputs]
         spec.bind(shapes, dtypes, attributes)
@@ -161,17 +174,11 @@ class TorchFrontEnd:
             )
 
     def check_device(self, op: str, arrays: Mapping[str, torch.Tensor | None]) -> None:
-        """ValueError naming the argument if the tensors are not on one device."""
-        device = None
+        """TypeError naming the argument that is no tensor, ValueError that on another device."""
         for name, x in arrays.items():
-            if x is None:
-                continue
-            device = device or x.device
-            if x.device != device:
-                raise ValueError(
-                    f"{op}: all arguments must be on one device, but {name} is on {x.device} "
-                    f"and others are on {device}"
-                )
+            if x is not None:
+                self.check_array(name, x)
+        _check_one_device(op, arrays)
 
     def merge_leading(self, x: torch.Tensor, kept: int) -> torch.Tensor:
         """`x` with all axes but the last `kept` merged into one."""

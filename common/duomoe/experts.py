@@ -89,8 +89,6 @@ class ExpertFunctions(DispatchFunctions):
         arguments.boolean("recompute", options.recompute)
         present = {name: array for name, array in optional.items() if array is not None}
         named = {f"params.{n}": array for n, array in vars(params).items() if array is not None}
-        for name, array in (*named.items(), *present.items()):
-            self._frontend.check_array(name, array)
         num_experts = self._check_params(params, experts, width, num_experts)
         if top_k is None:
             shape = present["indices"].shape

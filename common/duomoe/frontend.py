@@ -56,7 +56,7 @@ class FrontEnd(Protocol):
         """TypeError if `over` is nothing to sum over."""
 
     def check_device(self, op: str, arrays: Mapping[str, Array | None]) -> None:
-        """ValueError naming the argument if the arrays are not on one device."""
+        """TypeError naming the argument that is no array, ValueError that on another device."""
 
     def merge_leading(self, x: Array, kept: int) -> Array:
         """`x` with all axes but the last `kept` merged into one."""
