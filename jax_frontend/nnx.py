@@ -16,10 +16,9 @@ F' joint hidden width of the shared experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from duomoe import module_options
 from duomoe.config import ExpertConfig, RouterConfig
@@ -30,8 +29,8 @@ from jax_frontend.modules import default_kernel_init, routing_layers
 
 try:
     from flax import nnx
-    from flax.core import spmd
 
+    from jax_frontend.nnx_parameters import declare, values
     from jax_frontend.nnx_replay import (
         Replay,
         Routes,
@@ -59,37 +58,6 @@ __all__ = [
 
 class ExpertBias(nnx.Variable):
     """The selection bias: [E] float32, stepped by update_expert_bias and by nothing else."""
-
-
-def _declare(
-    module: nnx.Module,
-    specs: Mapping[str, modules.ParameterSpec],
-    kernel_init: Callable[..., Array],
-    dtype: Any,
-    rngs: nnx.Rngs,
-    absent: tuple[str, ...],
-) -> None:
-    """Set the parameters as attributes, None for those that are absent."""
-    # nnx lays a parameter out when it is made, and fails without a mesh: logical names mean
-    # something only where a mesh and rules are set.
-    laid_out = (
-        nnx.using_eager_sharding()
-        and not jax.sharding.get_abstract_mesh().empty
-        and bool(spmd.get_logical_axis_rules())
-    )
-    for name in absent:
-        setattr(module, name, nnx.data(None))
-    for name, spec in specs.items():
-        make = modules.initializer(name, kernel_init)
-        value = make(rngs.params(), spec.shape, dtype)
-        parameter = nnx.Param(value, out_sharding=spec.axes, eager_sharding=laid_out)
-        setattr(module, name, parameter)
-
-
-def _values(module: nnx.Module, names: tuple[str, ...]) -> dict[str, Array]:
-    """The parameters that there are."""
-    found = ((name, getattr(module, name)) for name in names)
-    return {name: variable.get_value() for name, variable in found if variable is not None}
 
 
 class Router(Routes):
@@ -129,7 +97,7 @@ class Router(Routes):
         self.config, self.gate_dtype = config, gate_dtype
         self.deterministic = False
         specs = modules.router_specs(width, config.num_experts, bias=bias)
-        _declare(self, specs, kernel_init, param_dtype, rngs, ("bias",))
+        declare(self, specs, kernel_init, param_dtype, rngs, ("bias",))
         self.expert_bias: ExpertBias | None = nnx.data(None)
         if expert_bias:
             self.expert_bias = ExpertBias(jnp.zeros((config.num_experts,), jnp.float32))
@@ -137,7 +105,7 @@ class Router(Routes):
     def parameters(self) -> tuple[dict[str, Array], Array | None]:
         """The parameters by name, and the selection bias."""
         bias = self.expert_bias
-        return _values(self, ("weight", "bias")), None if bias is None else bias.get_value()
+        return values(self, ("weight", "bias")), None if bias is None else bias.get_value()
 
     def __call__(
         self,
@@ -272,11 +240,11 @@ class Experts(nnx.Module):
         module_options.check_experts("config", config, gated)
         self.config, self.dtype = config, dtype
         specs = modules.expert_specs(width, hidden, num_experts, gated=gated, bias=bias)
-        _declare(self, specs, kernel_init, param_dtype, rngs, _EXPERT_NAMES)
+        declare(self, specs, kernel_init, param_dtype, rngs, _EXPERT_NAMES)
 
     def parameters(self) -> dict[str, Array]:
         """The parameters by name."""
-        return _values(self, _EXPERT_NAMES)
+        return values(self, _EXPERT_NAMES)
 
     def __call__(self, x: Array, indices: Array, weights: Array, **options: Any) -> MoEOutput:
         """See moe_from_routing.
@@ -331,11 +299,11 @@ class SharedExperts(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         specs = modules.shared_specs(width, hidden, gated=gated, router=router)
-        _declare(self, specs, kernel_init, param_dtype, rngs, _SHARED_NAMES)
+        declare(self, specs, kernel_init, param_dtype, rngs, _SHARED_NAMES)
 
     def parameters(self) -> dict[str, Array]:
         """The parameters by name."""
-        return _values(self, _SHARED_NAMES)
+        return values(self, _SHARED_NAMES)
 
 
 class MoE(Routes):

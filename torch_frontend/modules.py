@@ -17,6 +17,7 @@ from duomoe.results import MoEOutput, MoEParams, Routing
 from torch import Tensor, nn
 
 from torch_frontend import functional
+from torch_frontend.routes import Routes
 
 NAMES = ("w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 
@@ -40,30 +41,6 @@ def _initialize(module: nn.Module) -> None:
             parameter.normal_(std=parameter.shape[-2] ** -0.5)
     for buffer in module.buffers(recurse=False):
         buffer.zero_()
-
-
-class Routes(nn.Module):
-    """A module that routes tokens: records its routing, and replays one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        # What record_routing and replay_routing put here while they last.
-        self.recording: Any = None
-        self.replaying: Any = None
-
-    def _replayed(
-        self, x: Tensor, indices: Tensor | None, replay_mask: Tensor | None, compare: bool
-    ) -> tuple[Tensor | None, Tensor | None, bool]:
-        """The ids, the mask and `compare` of a call: its own, or those of `replay_routing`."""
-        if self.replaying is None:
-            return indices, replay_mask, compare
-        return self.replaying.of(x, indices, replay_mask, compare)
-
-    def _note(self, routing: Routing) -> None:
-        if self.replaying is not None:
-            self.replaying.note(routing)
-        if self.recording is not None:
-            self.recording.note(routing)
 
 
 class Router(Routes):
