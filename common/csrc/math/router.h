@@ -23,20 +23,47 @@ enum class Normalize { kNever, kAlways, kIfKGreater1 };
 enum class EpsMode { kAdd, kClamp };
 enum class Counts { kActual, kUnbiased };
 
-// Sums over the experts of a row: lane l adds experts l, l + 32, l + 64, ... in order, then lanes
-// are joined in a butterfly (l with l ^ 16, 8, 4, 2, 1).
+// Sums over the experts of a row: column c adds experts c, c + kColumns, c + 2 kColumns, ... in
+// order; lane l owns the kAdjacent neighbouring columns from kAdjacent l on (what a vector load of a
+// GPU thread holds) and joins them as (0 + 1) + (2 + 3); then the lanes are joined in a butterfly (l
+// with l ^ 16, 8, 4, 2, 1).
+// Sums over the slots of a token: lane l adds slots l, l + 32, l + 64, ... in order, then the same
+// butterfly.
 constexpr int kLanes = 32;
+constexpr int kAdjacent = 4;
+constexpr int kColumns = kAdjacent * kLanes;
 
-// Sums over the tokens of a sequence: it is cut into at most kMaxChunks chunks; within a chunk,
-// stream j adds tokens j, j + kStreams, ... in order; the streams are joined in order, then the
-// chunks in order.
+// Sums over the tokens of a sequence: it is cut into chunks; within a chunk, stream j adds tokens j,
+// j + kStreams, ... in order, with fma; the streams are joined in order from 0. Strand i then adds
+// the sequence's chunks i, i + kStrands, ... in order, and the strands are joined in order from 0.
+// A call has about kChunks chunks, whatever the number of its tokens.
 constexpr int kStreams = 8;
-constexpr int kChunkTokens = 64;
-constexpr int kMaxChunks = 256;
-DUOMOE_FN int64_t chunk_length(int64_t sequence_tokens) {
-  constexpr int64_t kSpan = static_cast<int64_t>(kChunkTokens) * kMaxChunks;
-  const int64_t n = (sequence_tokens + kSpan - 1) / kSpan;
-  return kChunkTokens * (n > 0 ? n : 1);
+constexpr int kStrands = 16;
+constexpr int kChunks = 256;
+constexpr int kLeastStreamTokens = 2;
+// Tokens of a chunk in a call on `tokens` tokens.
+DUOMOE_FN int64_t chunk_length(int64_t tokens) {
+  constexpr int64_t kSpan = static_cast<int64_t>(kStreams) * kChunks;
+  const int64_t n = (tokens + kSpan - 1) / kSpan;
+  return kStreams * (n > kLeastStreamTokens ? n : kLeastStreamTokens);
+}
+
+// A row is moderate if |z| <= moderate_limit(score) for all its logits z: then no exponential,
+// score, sum or ratio of these leaves the normal numbers, and a shorter way leads to the same
+// results (other roundings; both backends choose by this rule):
+//   u = exp_moderate(z), D = sum of u, 1 / D, logsumexp = log(D)
+//   softmax:       s = P = u / D
+//   sigmoid:       y = 1 / (1 + u), s = z >= 0 ? 1 - y : u y, 1 - s = y
+//   sqrtsoftplus:  s = elementwise_score(z)
+// For softmax the limit is such that ratios of scores are at least e^kRescueBelow.
+DUOMOE_FN float moderate_limit(Score score) {
+  return score == Score::kSoftmax ? 0.5f * kModerate : kModerate;
+}
+
+// sigmoid(z) and 1 - sigmoid(z) of a moderate logit, u being exp_moderate(z).
+DUOMOE_FN SigmoidPair moderate_sigmoid(float z, float u) {
+  const float y = reciprocal(1.0f + u);
+  return {z >= 0.0f ? 1.0f - y : u * y, y};
 }
 
 // Below this log scale a row's scores may underflow, and ratios are taken relative to the row's
