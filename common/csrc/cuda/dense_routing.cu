@@ -155,36 +155,41 @@ struct NormalizeScores {
   Score score;
   int64_t tokens;
   int experts;
-  const void* logits;
+  DType dtype;
+  const char* logits;
   const float* grad_scores = nullptr;  // of the backward
   void* result;                        // scores or grad_logits
+
+  __device__ Row row(int64_t t, float* s) const {
+    return {.score = score,
+            .experts = experts,
+            .z = {dtype, logits + t * experts * item_bytes(dtype)},
+            .s = s};
+  }
 };
 
 // One warp per token.
-template <typename T>
 __global__ void __launch_bounds__(kMaxWarps* kLanes) normalize_rows(const NormalizeScores a) {
   extern __shared__ float shared_memory[];
   const int64_t t = grid_warp();
   if (t >= a.tokens) return;
-  float* mine = shared_memory + warp_id() * (2 * a.experts);
-  Row row{.score = a.score, .experts = a.experts, .z = mine, .s = mine + a.experts};
-  row.compute(static_cast<const T*>(a.logits) + t * a.experts);
+  Row row = a.row(t, shared_memory + warp_id() * a.experts);
+  row.compute();
   float* scores = static_cast<float*>(a.result) + t * a.experts;
   for (int e = lane_id(); e < a.experts; e += kLanes) scores[e] = row.probability(e);
 }
 
-template <typename T>
 __global__ void __launch_bounds__(kMaxWarps* kLanes) normalize_rows_bwd(const NormalizeScores a) {
   extern __shared__ float shared_memory[];
   const int64_t t = grid_warp();
   if (t >= a.tokens) return;
-  float* mine = shared_memory + warp_id() * (3 * a.experts);
-  Row row{.score = a.score, .experts = a.experts, .z = mine, .s = mine + a.experts};
-  float* grad = mine + 2 * a.experts;
-  row.compute(static_cast<const T*>(a.logits) + t * a.experts);
+  float* mine = shared_memory + warp_id() * (2 * a.experts);
+  Row row = a.row(t, mine);
+  float* grad = mine + a.experts;
+  row.compute();
   row.probability_gradient(a.grad_scores + t * a.experts, grad);
-  T* grad_logits = static_cast<T*>(a.result) + t * a.experts;
-  for (int e = lane_id(); e < a.experts; e += kLanes) grad_logits[e] = from_float<T>(grad[e]);
+  for (int e = lane_id(); e < a.experts; e += kLanes)
+    store(a.dtype, grad[e], a.result, t * a.experts + e);
 }
 
 DUOMOE_KERNEL(kCuda, normalize_scores) {
@@ -192,12 +197,11 @@ DUOMOE_KERNEL(kCuda, normalize_scores) {
   const NormalizeScores a{.score = call.choice<Score>("score"),
                           .tokens = call.axis('T'),
                           .experts = static_cast<int>(experts),
-                          .logits = call.in("logits").data,
+                          .dtype = call.in("logits").dtype,
+                          .logits = call.in("logits").as<const char>(),
                           .result = call.out("scores").data};
   Queue queue(call);
-  return with_type(call.in("logits").dtype, [&]<typename T>(T) {
-    return launch_tokens(queue, normalize_rows<T>, a.tokens, experts, 2 * experts, a);
-  });
+  return launch_tokens(queue, normalize_rows, a.tokens, experts, experts, a);
 }
 
 DUOMOE_KERNEL(kCuda, normalize_scores_bwd) {
@@ -205,13 +209,12 @@ DUOMOE_KERNEL(kCuda, normalize_scores_bwd) {
   const NormalizeScores a{.score = call.choice<Score>("score"),
                           .tokens = call.axis('T'),
                           .experts = static_cast<int>(experts),
-                          .logits = call.in("logits").data,
+                          .dtype = call.in("logits").dtype,
+                          .logits = call.in("logits").as<const char>(),
                           .grad_scores = call.in("grad_scores").as<const float>(),
                           .result = call.out("grad_logits").data};
   Queue queue(call);
-  return with_type(call.in("logits").dtype, [&]<typename T>(T) {
-    return launch_tokens(queue, normalize_rows_bwd<T>, a.tokens, experts, 3 * experts, a);
-  });
+  return launch_tokens(queue, normalize_rows_bwd, a.tokens, experts, 2 * experts, a);
 }
 
 // What both directions of the loss multiply its sum with: coeff * E / (K n^2).

@@ -43,7 +43,8 @@ struct QuantileBins {
   bool on_logit;
   int64_t tokens, bins;
   int experts, top_k;
-  const void* logits;
+  DType dtype;
+  const char* logits;
   const float* bias;    // may be null
   const uint8_t* mask;  // may be null
   const float* lower;
@@ -51,11 +52,10 @@ struct QuantileBins {
   float* cutoffs;
   int32_t* counts;
 
-  __host__ __device__ int64_t words_per_warp() const { return 3 * static_cast<int64_t>(experts); }
+  __host__ __device__ int64_t words_per_warp() const { return 2 * static_cast<int64_t>(experts); }
 };
 
 // One warp per token. Counts are integers, so that the order in which warps add does not matter.
-template <typename T>
 __global__ void __launch_bounds__(kMaxWarps* kLanes) count_bins(const QuantileBins a) {
   extern __shared__ float shared_memory[];
   const int64_t t = grid_warp();
@@ -65,20 +65,24 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) count_bins(const QuantileBi
     return;
   }
   float* mine = shared_memory + warp_id() * a.words_per_warp();
-  Row row{.score = a.score, .experts = a.experts, .z = mine, .s = mine + a.experts};
-  uint32_t* keys = reinterpret_cast<uint32_t*>(mine + 2 * a.experts);
-  row.compute(static_cast<const T*>(a.logits) + t * a.experts);
+  Row row{.score = a.score,
+          .experts = a.experts,
+          .z = {a.dtype, a.logits + t * a.experts * item_bytes(a.dtype)},
+          .s = mine};
+  row.compute();
 
   const SelectionValue value{.row = row, .on_logit = a.on_logit, .bias = a.bias};
-  write_keys(a.experts, value, keys);
+  uint32_t* keys = reinterpret_cast<uint32_t*>(mine + a.experts);
+  for (int e = lane_id(); e < a.experts; e += kLanes) keys[e] = math::order_key(value(e)) + 1;
+  __syncwarp();
   float cutoff = 0.0f;
-  select(keys, a.experts, a.top_k + 1, [&](int k, int32_t id) {
+  select([=](int e) { return keys[e]; }, a.experts, a.top_k + 1, [&](int k, int32_t id) {
     if (k == a.top_k) cutoff = value(id);
   });
   if (lane_id() == 0) a.cutoffs[t] = cutoff;
   const float lower = *a.lower, upper = *a.upper;
   for (int e = lane_id(); e < a.experts; e += kLanes) {
-    const int32_t bin = math::quantile_bin(cutoff, row.z[e], value.chosen_on(e), lower, upper,
+    const int32_t bin = math::quantile_bin(cutoff, row.z(e), value.chosen_on(e), lower, upper,
                                            static_cast<int32_t>(a.bins));
     if (bin >= 0) atomicAdd(a.counts + e * a.bins + bin, 1);
   }
@@ -92,7 +96,8 @@ DUOMOE_KERNEL(kCuda, count_quantile_bins) {
                        .bins = call.axis('B'),
                        .experts = static_cast<int>(call.axis('E')),
                        .top_k = static_cast<int>(call.integer("top_k")),
-                       .logits = call.in("logits").data,
+                       .dtype = call.in("logits").dtype,
+                       .logits = call.in("logits").as<const char>(),
                        .bias = bias.present() ? bias.as<const float>() : nullptr,
                        .mask = mask.present() ? mask.as<const uint8_t>() : nullptr,
                        .lower = call.in("lower").as<const float>(),
@@ -101,9 +106,7 @@ DUOMOE_KERNEL(kCuda, count_quantile_bins) {
                        .counts = call.out("bin_counts").as<int32_t>()};
   Queue queue(call);
   queue.fill(call.out("bin_counts"), 0);
-  return with_type(call.in("logits").dtype, [&]<typename T>(T) {
-    return launch_tokens(queue, count_bins<T>, a.tokens, a.experts, a.words_per_warp(), a);
-  });
+  return launch_tokens(queue, count_bins, a.tokens, a.experts, a.words_per_warp(), a);
 }
 
 // The updated biases before their mean is taken off. One thread per expert.

@@ -44,6 +44,28 @@ class Queue {
     check(cudaGetLastError());
   }
 
+  // The same for a kernel that calls wait_for_previous_kernel() before it touches what the kernel
+  // before it in this queue writes, so that it may start while that one ends.
+  template <typename... Parameters, typename... Arguments>
+  void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+                    const Arguments&... arguments) {
+    if (!status_.ok() || blocks <= 0) return;
+    if (blocks > std::numeric_limits<int32_t>::max() || !has_early_start()) {
+      return launch(kernel, blocks, threads, shared_bytes, arguments...);
+    }
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream_;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+  }
+
   // Sets every byte.
   void fill(void* data, int byte, int64_t bytes) {
     if (status_.ok() && bytes > 0)
@@ -84,6 +106,15 @@ class Queue {
   const Status& status() const { return status_; }
 
  private:
+  // Programmatic dependent launch, of Hopper and later.
+  bool has_early_start() {
+    int device = 0, major = 0;
+    check(cudaGetDevice(&device));
+    if (status_.ok())
+      check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major >= 9;
+  }
+
   void check(cudaError_t error) {
     if (error != cudaSuccess) status_ = {std::string("CUDA error: ") + cudaGetErrorString(error)};
   }
@@ -92,6 +123,18 @@ class Queue {
   cudaStream_t stream_;
   Status status_;
 };
+
+// For kernels of Queue::launch_early, and for those before them.
+__device__ inline void wait_for_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+}
 
 // f(T{}) with the C++ type of a float dtype.
 template <typename F>
@@ -104,6 +147,10 @@ auto with_type(DType dtype, F f) {
     default:
       return f(float{});
   }
+}
+
+__host__ __device__ inline int64_t item_bytes(DType float_dtype) {
+  return float_dtype == DType::kFloat32 ? 4 : 2;
 }
 
 __device__ inline float load(DType dtype, const void* data, int64_t i) {

@@ -1,149 +1,96 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
-//
-// One warp routes one token. One block sums the statistics of one chunk of tokens: stream j of
-// math/router.h is added up by one warp, then the block joins the streams and a second kernel the
-// chunks, all in the order of the CPU kernel, so that the bits are the same.
-#include "route_row.cuh"
-#include "select.cuh"
+#include "route.cuh"
 
 namespace duomoe::cuda {
 namespace {
 
-struct Route {
-  RouterOptions options;
-  TokenRange range;
-  int experts, top_k;
-  bool on_logit;
-  Groups groups;
-  const void* logits;
-  const float* bias;  // may be null, as the next two
-  const int32_t* given;
-  const uint8_t* mask;
-  int32_t* indices;
-  float* weights;
-  int32_t* expert_counts;
-  int32_t* sequence_counts;
-  int32_t* num_tokens;
-  bool separate_loss_counts = false;  // the loss counts another selection than the routing's
-  int64_t chunk_length = 0, chunks_per_run = 0;
-  // [chunks][E + 1] and [chunks][kStreams][E + 1]: sums of P per expert, then of logsumexp^2. The
-  // streams are in shared memory if there is room (null).
-  float* partials = nullptr;
-  float* streams = nullptr;
+constexpr int kThreads = 256;
 
-  __host__ __device__ int64_t columns() const { return static_cast<int64_t>(experts) + 1; }
-  __host__ __device__ int64_t words_per_warp() const {
-    return 3 * static_cast<int64_t>(experts) + (groups.all_stay() ? 0 : groups.count);
-  }
+// One block joins kJoinColumns columns of one sequence: strand i of math/router.h is added up by
+// the threads of row i.
+constexpr int kJoinColumns = kLanes;
+constexpr int kUnrolled = 8;
+
+struct Join {
+  int64_t runs;
+  float* score_sums;
+  float* logsumexp_sq;
+  int32_t* num_tokens;
+  int32_t* sequence_counts;
 };
 
-// Routes local token t of sequence s and adds its P to `sums`. Returns logsumexp^2.
-template <typename T>
-__device__ float route_token(const Route& a, int64_t t, int64_t s, Row& row, uint32_t* keys,
-                             uint32_t* group_keys, float* sums) {
-  row.compute(static_cast<const T*>(a.logits) + t * a.experts);
-  int32_t* ids = a.indices + t * a.top_k;  // slot k is written and read by lane k % 32
-  float* weights = a.weights + t * a.top_k;
-
-  if (a.given) {
-    for (int k = lane_id(); k < a.top_k; k += kLanes) {
-      const int32_t e = a.given[t * a.top_k + k];
-      ids[k] = e >= 0 && e < a.experts ? e : -1;
-    }
-  } else {
-    const SelectionValue value{.row = row, .on_logit = a.on_logit, .bias = a.bias};
-    write_keys(a.experts, value, keys);
-    if (!a.groups.all_stay()) keep_best_groups(a.groups, a.experts, value, keys, group_keys);
-    select(keys, a.experts, a.top_k, [&](int k, int32_t id) {
-      if (k % kLanes == lane_id()) ids[k] = id;
-    });
+__global__ void __launch_bounds__(kJoinColumns* math::kStrands)
+    join_chunks(const __grid_constant__ Route a, const Join to) {
+  __shared__ float sums[math::kStrands][kJoinColumns];
+  __shared__ int32_t counts[math::kStrands][kJoinColumns];
+  __shared__ int32_t loss_counts[math::kStrands][kJoinColumns];
+  const int experts = a.experts, column = static_cast<int>(threadIdx.x) % kJoinColumns;
+  const int strand = static_cast<int>(threadIdx.x) / kJoinColumns;
+  const int groups = (experts + kJoinColumns) / kJoinColumns;  // of E + 1 columns
+  const int64_t s = blockIdx.x / groups;
+  const int e = static_cast<int>(blockIdx.x % groups) * kJoinColumns + column;
+  const int64_t at = s - a.range.first_sequence();
+  int64_t chunks = 0;
+  if (at >= 0 && at < to.runs) {
+    const Run run = run_of(a.range, at);
+    if (run.begin < run.end) chunks = (run.end - run.begin + a.chunk_length - 1) / a.chunk_length;
   }
+  const int64_t first = at * a.chunks_per_run;
+  wait_for_previous_kernel();
 
-  const SlotWeights weight(a.options, row, ids, a.top_k);
-  for (int k = lane_id(); k < a.top_k; k += kLanes) {
-    weights[k] = weight(ids[k]) * a.options.scale;
-    if (ids[k] < 0) continue;
-    atomicAdd(a.expert_counts + ids[k], 1);
-    if (!a.separate_loss_counts) atomicAdd(a.sequence_counts + s * a.experts + ids[k], 1);
-  }
-  if (a.separate_loss_counts) {
-    __syncwarp();  // all have read the keys of the first selection
-    write_keys(a.experts, SelectionValue{.row = row, .on_logit = a.on_logit, .bias = nullptr},
-               keys);
-    select(keys, a.experts, a.top_k, [&](int k, int32_t id) {
-      if (k % kLanes == lane_id()) atomicAdd(a.sequence_counts + s * a.experts + id, 1);
-    });
-  }
-  for (int e = lane_id(); e < a.experts; e += kLanes) sums[e] += row.probability(e);
-  return row.logsumexp * row.logsumexp;
-}
-
-// One block per chunk of a run; warp w sums the streams w, w + warps, ...
-template <typename T>
-__global__ void __launch_bounds__(kMaxWarps* kLanes) route_chunks(const Route a) {
-  extern __shared__ float shared_memory[];
-  const int64_t chunk = blockIdx.x, columns = a.columns();
-  const Run run = run_of(a.range, chunk / a.chunks_per_run);
-  const int64_t begin = run.begin + chunk % a.chunks_per_run * a.chunk_length;
-  const int64_t end = begin + a.chunk_length < run.end ? begin + a.chunk_length : run.end;
-  if (begin >= end) return;
-
-  float* mine = shared_memory + warp_id() * a.words_per_warp();
-  Row row{.score = a.options.score, .experts = a.experts, .z = mine, .s = mine + a.experts};
-  uint32_t* keys = reinterpret_cast<uint32_t*>(mine + 2 * a.experts);
-  uint32_t* group_keys = keys + a.experts;
-  float* streams = a.streams ? a.streams + chunk * kStreams * columns
-                             : shared_memory + warps_per_block() * a.words_per_warp();
-
-  int32_t tokens = 0;
-  for (int j = warp_id(); j < kStreams; j += warps_per_block()) {
-    float* sums = streams + j * columns;
-    for (int e = lane_id(); e < a.experts; e += kLanes) sums[e] = 0.0f;
-    float logsumexp_sq = 0.0f;
-    for (int64_t t = begin + j; t < end; t += kStreams) {
-      if (a.mask && !a.mask[t]) {
-        for (int k = lane_id(); k < a.top_k; k += kLanes) {
-          a.indices[t * a.top_k + k] = -1;
-          a.weights[t * a.top_k + k] = 0.0f;
-        }
-        continue;
+  float sum = 0.0f;
+  int32_t count = 0, loss_count = 0;
+  if (e <= experts) {
+    // The last column is logsumexp^2, whose counts are those of the tokens.
+    const auto value = [&](int64_t chunk) { return a.partials.sums(chunk)[e]; };
+    const int32_t* first_counts = e < experts ? a.partials.counts(0, experts) + e
+                                              : a.partials.tokens(0, experts);
+    for (int64_t i = strand; i < chunks; i += kUnrolled * math::kStrands) {
+      float part[kUnrolled];
+      int32_t part_count[kUnrolled], part_loss_count[kUnrolled];
+#pragma unroll
+      for (int j = 0; j < kUnrolled; ++j) {
+        const int64_t chunk = first + i + j * math::kStrands;
+        const bool there = i + j * math::kStrands < chunks;
+        const int32_t* own_counts = first_counts + chunk * a.partials.stride;
+        part[j] = there ? value(chunk) : 0.0f;
+        part_count[j] = there ? *own_counts : 0;
+        part_loss_count[j] =
+            there && a.separate_loss_counts && e < experts ? own_counts[experts] : 0;
       }
-      logsumexp_sq += route_token<T>(a, t, run.sequence, row, keys, group_keys, sums);
-      ++tokens;
-      __syncwarp();  // all have read the row
+#pragma unroll
+      for (int j = 0; j < kUnrolled; ++j) {
+        sum += part[j];
+        count += part_count[j];
+        loss_count += part_loss_count[j];
+      }
     }
-    if (lane_id() == 0) sums[a.experts] = logsumexp_sq;
   }
-  if (lane_id() == 0 && tokens) atomicAdd(a.num_tokens + run.sequence, tokens);
-
+  sums[strand][column] = sum;
+  counts[strand][column] = count;
+  loss_counts[strand][column] = loss_count;
   __syncthreads();
-  for (int64_t c = threadIdx.x; c < columns; c += blockDim.x) {
-    float sum = 0.0f;
-    for (int j = 0; j < kStreams; ++j) sum += streams[j * columns + c];
-    a.partials[chunk * columns + c] = sum;
+  if (strand != 0 || e > experts) return;
+  sum = 0.0f;
+  count = loss_count = 0;
+#pragma unroll
+  for (int i = 0; i < math::kStrands; ++i) {
+    sum += sums[i][column];
+    count += counts[i][column];
+    loss_count += loss_counts[i][column];
   }
-}
-
-// One thread per sequence and column: the sum over the sequence's chunks, in order.
-__global__ void join_chunks(const Route a, int64_t sequences, int64_t runs, float* score_sums,
-                            float* logsumexp_sq) {
-  const int64_t columns = a.columns();
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-       i < sequences * columns; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-    const int64_t s = i / columns, column = i % columns, at = s - a.range.first_sequence();
-    float sum = 0.0f;
-    if (at >= 0 && at < runs) {
-      const Run run = run_of(a.range, at);
-      const float* partial = a.partials + at * a.chunks_per_run * columns + column;
-      for (int64_t begin = run.begin; begin < run.end; begin += a.chunk_length, partial += columns)
-        sum += *partial;
-    }
-    if (column < a.experts) {
-      score_sums[s * a.experts + column] = sum;
-    } else {
-      logsumexp_sq[s] = sum;
-    }
+  if (e == experts) {
+    to.logsumexp_sq[s] = sum;
+    to.num_tokens[s] = count;
+    return;
+  }
+  to.score_sums[s * experts + e] = sum;
+  to.sequence_counts[s * experts + e] = a.separate_loss_counts ? loss_count : count;
+  if (a.clear_expert_counts) {
+    if (count) atomicAdd(a.expert_counts + e, count);
+  } else {
+    a.expert_counts[e] = count;
   }
 }
 
@@ -157,13 +104,44 @@ __global__ void fill_padding(TokenRange range, int64_t top_k, int32_t* indices, 
   }
 }
 
-constexpr int kThreads = 256;
+// The memory of a call, in words, from shapes and options alone.
+struct Plan {
+  int64_t experts, chunk_length, runs, chunks_per_run, stride;
+  bool separate_loss_counts;
+
+  explicit Plan(const Call& call) {
+    const int64_t tokens = call.axis('T'), sequences = call.axis('S');
+    const int64_t groups = call.integer("num_groups");
+    const bool plain = !call.in("given_indices").present() && !call.in("bias").present() &&
+                       (groups == 1 || call.integer("group_top_k") == groups);
+    experts = call.axis('E');
+    separate_loss_counts = call.choice<Counts>("counts") == Counts::kUnbiased && !plain;
+    const bool slice = call.in("first_token").present();
+    const int64_t total = slice ? call.integer("total_tokens") : tokens;
+    const int64_t length = total / sequences;
+    chunk_length = math::chunk_length(tokens);
+    runs = tokens == 0 || length == 0 ? 0
+           : slice                    ? std::min(sequences, ceil_div(tokens, length) + 1)
+                                      : sequences;
+    chunks_per_run = runs == 0 ? 0 : ceil_div(std::min(length, tokens), chunk_length);
+    stride = (2 + separate_loss_counts) * experts + 2;
+  }
+
+  int64_t chunks() const { return runs * chunks_per_run; }
+  int64_t stream_words() const {
+    return needs_streams(experts)
+               ? chunks() * math::kStreams * ceil_div(experts, kAdjacent) * kAdjacent
+               : 0;
+  }
+};
 
 DUOMOE_KERNEL(kCuda, route) {
+  const Plan plan(call);
   const int64_t tokens = call.axis('T'), experts = call.axis('E'), sequences = call.axis('S');
-  const TensorView &bias = call.in("bias"), &given = call.in("given_indices"),
-                   &mask = call.in("token_mask");
-  const int64_t groups = call.integer("num_groups");
+  const TensorView &logits = call.in("logits"), &bias = call.in("bias"),
+                   &given = call.in("given_indices"), &mask = call.in("token_mask");
+  const int64_t groups = call.integer("num_groups"), chunks = plan.chunks();
+  Queue queue(call);
   Route a{.options = options_of(call),
           .range = range_of(call),
           .experts = static_cast<int>(experts),
@@ -173,58 +151,38 @@ DUOMOE_KERNEL(kCuda, route) {
                      .kept = static_cast<int>(call.integer("group_top_k")),
                      .score_k = static_cast<int>(
                          std::min(call.integer("group_score_k"), experts / groups))},
-          .logits = call.in("logits").data,
+          .dtype = logits.dtype,
+          .whole_vectors = whole_vectors(logits.data, logits.dtype, experts),
+          .logits = logits.as<const char>(),
           .bias = bias.present() ? bias.as<const float>() : nullptr,
           .given = given.present() ? given.as<const int32_t>() : nullptr,
           .mask = mask.present() ? mask.as<const uint8_t>() : nullptr,
           .indices = call.out("indices").as<int32_t>(),
           .weights = call.out("weights").as<float>(),
           .expert_counts = call.out("expert_counts").as<int32_t>(),
-          .sequence_counts = call.out("sequence_counts").as<int32_t>(),
-          .num_tokens = call.out("num_tokens").as<int32_t>()};
-  const bool plain = !a.given && !a.bias && a.groups.all_stay();
-  a.separate_loss_counts = call.choice<Counts>("counts") == Counts::kUnbiased && !plain;
+          .separate_loss_counts = plan.separate_loss_counts,
+          .clear_expert_counts = sequences > 1,
+          .chunk_length = plan.chunk_length,
+          .chunks_per_run = std::max<int64_t>(1, plan.chunks_per_run),
+          .partials = {.words = queue.scratch<uint32_t>(chunks * plan.stride), .stride = plan.stride},
+          .streams = queue.scratch<float>(plan.stream_words())};
 
-  Queue queue(call);
-  for (const char* name :
-       {"expert_counts", "sequence_counts", "score_sums", "logsumexp_sq", "num_tokens"}) {
-    queue.fill(call.out(name), 0);
-  }
   if (call.in("first_token").present()) {
     queue.launch(fill_padding, grid_for(tokens * a.top_k, kThreads), kThreads, 0, a.range,
                  static_cast<int64_t>(a.top_k), a.indices, a.weights);
   }
-  if (tokens == 0 || a.range.total == 0) return queue.status();
-
-  // As many warps as have room beside the streams; without room for the streams, as many as have
-  // room.
-  const size_t limit = queue.shared_limit();
-  const auto bytes = [&](int warps, bool with_streams) {
-    return kWordBytes * (warps * a.words_per_warp() + (with_streams ? kStreams * a.columns() : 0));
-  };
-  const auto fits = [&](int warps, bool with_streams) {
-    return bytes(warps, with_streams) <= static_cast<int64_t>(limit);
-  };
-  const bool shared_streams = fits(1, true);
-  int warps = kMaxWarps;
-  while (warps > 1 && !fits(warps, shared_streams)) warps /= 2;
-  if (queue.status().ok() && !fits(warps, shared_streams))
-    return row_too_long(experts, bytes(1, false), limit);
-
-  const int64_t length = a.range.sequence_length;
-  const int64_t runs =
-      a.range.first_token ? std::min(sequences, ceil_div(tokens, length) + 1) : sequences;
-  a.chunk_length = math::chunk_length(length);
-  a.chunks_per_run = ceil_div(std::min(length, tokens), a.chunk_length);
-  const int64_t chunks = runs * a.chunks_per_run;
-  a.partials = queue.scratch<float>(chunks * a.columns());
-  if (!shared_streams) a.streams = queue.scratch<float>(chunks * kStreams * a.columns());
-  with_type(call.in("logits").dtype, [&]<typename T>(T) {
-    queue.allow_shared(route_chunks<T>, limit);
-    queue.launch(route_chunks<T>, chunks, warps * kLanes, bytes(warps, shared_streams), a);
-  });
-  queue.launch(join_chunks, grid_for(sequences * a.columns(), kThreads), kThreads, 0, a, sequences,
-               runs, call.out("score_sums").as<float>(), call.out("logsumexp_sq").as<float>());
+  if (chunks == 0) {
+    queue.fill(call.out("expert_counts"), 0);
+  } else if (!launch_route_lanes(queue, a, chunks) && !launch_route_vectors(queue, a, chunks)) {
+    if (Status status = launch_route_rows(queue, a, chunks); !status.ok()) return status;
+  }
+  const Join join{.runs = plan.runs,
+                  .score_sums = call.out("score_sums").as<float>(),
+                  .logsumexp_sq = call.out("logsumexp_sq").as<float>(),
+                  .num_tokens = call.out("num_tokens").as<int32_t>(),
+                  .sequence_counts = call.out("sequence_counts").as<int32_t>()};
+  queue.launch_early(join_chunks, sequences * ceil_div(experts + 1, kJoinColumns),
+                     kJoinColumns * math::kStrands, 0, a, join);
   return queue.status();
 }
 

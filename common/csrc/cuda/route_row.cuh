@@ -7,8 +7,7 @@
 // kernels, so that the bits are the same.
 #pragma once
 
-#include "launch.h"
-#include "warp.h"
+#include "logits.cuh"
 
 namespace duomoe::cuda {
 
@@ -101,58 +100,89 @@ __device__ inline Run run_of(const TokenRange& range, int64_t i) {
   return {sequence, begin > 0 ? begin : 0, end < last ? end : last};
 }
 
-// One token's row, held by a warp: lane l computes experts l, l + 32, ...
+// One token's row, held by a warp, which has its scores in shared memory.
 struct Row {
   Score score;
   int experts;
-  float* z;  // [E] logits
-  float* s;  // [E] scores; for softmax they are the probabilities P too
-  float peak = 0, inverse = 0, logsumexp = 0;
-  float top = 0,
-        probability_inverse =
-            0;  // P = s * it, or relative to the largest score's log scale `top`; not for softmax
+  Logits z;
+  float* s;  // [E] scores; exponentials for softmax
+  bool moderate = true;
+  float peak = 0;       // the largest logit; not of moderate rows
+  float inverse = 0;    // 1 / sum of the exponentials
+  float logsumexp = 0;
+  float top = 0;        // the log scale of the largest score; not of moderate rows
+  float share = 0;      // P = unscaled_probability * share
 
-  template <typename T>
-  __device__ void compute(const T* logits) {
-    float largest = -math::infinity();
-    for (int e = lane_id(); e < experts; e += kLanes) {
-      z[e] = math::to_float(logits[e]);
-      largest = z[e] > largest ? z[e] : largest;
-    }
-    peak = warp_max(largest);
-    for (int e = lane_id(); e < experts; e += kLanes) s[e] = math::exp(z[e] - peak);
-    const float sum = lane_sum(experts, [&](int64_t e) { return s[e]; });
-    inverse = 1.0f / sum;
-    logsumexp = peak + math::log(sum);
-    if (score == Score::kSoftmax) {
-      for (int e = lane_id(); e < experts; e += kLanes) s[e] *= inverse;
-    } else {
-      for (int e = lane_id(); e < experts; e += kLanes) s[e] = math::elementwise_score(score, z[e]);
+  __device__ void compute() {
+    const float limit = math::moderate_limit(score);
+    moderate = all_lanes(experts, [&](int e) { return math::absolute(z(e)) <= limit; });
+    if (!moderate) {
+      float largest = -math::infinity();
+      for (int e = lane_id(); e < experts; e += kLanes) largest = z(e) > largest ? z(e) : largest;
+      peak = warp_max(largest);
       top = math::log_scale(score, peak, peak);
-      probability_inverse = math::share_factor(
-          lane_sum(experts, [&](int64_t e) { return unscaled_probability(e); }), peak);
+    }
+    const float sum = row_sum(experts, [&](int e, float c) {
+      const float u = exponential_of(e);
+      if (score == Score::kSoftmax) s[e] = u;
+      return c + u;
+    });
+    inverse = 1.0f / sum;
+    logsumexp = moderate ? math::log(sum) : peak + math::log(sum);
+    if (score == Score::kSoftmax) {
+      share = inverse;
+    } else {
+      for (int e = lane_id(); e < experts; e += kLanes) s[e] = elementwise_score(z(e));
+      __syncwarp();
+      const float total =
+          row_sum(experts, [&](int e, float c) { return c + unscaled_probability(e); });
+      share = moderate ? 1.0f / total : math::share_factor(total, peak);
     }
     __syncwarp();
   }
 
-  __device__ float unscaled_probability(int64_t e) const {
-    if (!math::may_underflow(top)) return s[e];
-    return math::exp(math::log_scale(score, z[e], peak) - top) * math::score_factor(score, z[e]);
+  __device__ float exponential_of(int e) const {
+    return moderate ? math::exp_moderate(z(e)) : math::exp(z(e) - peak);
+  }
+  __device__ float exponential(int e) const {
+    return score == Score::kSoftmax ? s[e] : exponential_of(e);
+  }
+
+  __device__ float elementwise_score(float z) const {
+    if (moderate && score == Score::kSigmoid)
+      return math::moderate_sigmoid(z, math::exp_moderate(z)).value;
+    return math::elementwise_score(score, z);
+  }
+
+  __device__ float score_of(int e) const {
+    return score == Score::kSoftmax ? s[e] * inverse : s[e];
+  }
+
+  __device__ float slope(int e) const {
+    if (moderate && score == Score::kSigmoid)
+      return math::moderate_sigmoid(z(e), math::exp_moderate(z(e))).complement;
+    return math::log_score_slope(score, z(e));
+  }
+
+  __device__ float unscaled_probability(int e) const {
+    if (moderate || score == Score::kSoftmax || !math::may_underflow(top)) return s[e];
+    return math::exp(math::log_scale(score, z(e), peak) - top) * math::score_factor(score, z(e));
   }
 
   // P: the softmax of z, or s / sum of s.
-  __device__ float probability(int64_t e) const {
-    return score == Score::kSoftmax ? s[e] : unscaled_probability(e) * probability_inverse;
-  }
+  __device__ float probability(int e) const { return unscaled_probability(e) * share; }
 
   // grad[e] = P_e (g_e - sum P g) slope_e, g being the cotangent of P.
   __device__ void probability_gradient(const float* g, float* grad) const {
-    for (int e = lane_id(); e < experts; e += kLanes) grad[e] = probability(e);
-    const float mean = lane_sum(experts, [&](int64_t e) { return grad[e] * g[e]; });
+    const float mean = share * row_sum(experts, [&](int e, float c) {
+                         return math::fma(unscaled_probability(e), g[e], c);
+                       });
     // NaN scores whose shares nobody asked for.
     const bool unasked = mean != mean && all_lanes(experts, [&](int e) { return g[e] == 0.0f; });
-    for (int e = lane_id(); e < experts; e += kLanes)
-      grad[e] = unasked ? 0.0f : grad[e] * (g[e] - mean) * math::log_score_slope(score, z[e]);
+    for (int e = lane_id(); e < experts; e += kLanes) {
+      const float part = probability(e) * (g[e] - mean);
+      grad[e] = unasked ? 0.0f : score == Score::kSoftmax ? part : part * slope(e);
+    }
   }
 };
 
@@ -162,9 +192,9 @@ struct SelectionValue {
   bool on_logit;
   const float* bias;  // may be null
 
-  __device__ float chosen_on(int e) const { return on_logit ? row.z[e] : row.s[e]; }
+  __device__ float chosen_on(int e) const { return on_logit ? row.z(e) : row.score_of(e); }
   __device__ float operator()(int e) const {
-    return math::selection_value(row.z[e], chosen_on(e), bias ? bias[e] : 0.0f);
+    return math::selection_value(row.z(e), chosen_on(e), bias ? bias[e] : 0.0f);
   }
 };
 
@@ -177,12 +207,14 @@ struct SlotWeights {
   Divisor divisor;
 
   __device__ SlotWeights(const RouterOptions& options, const Row& r, const int32_t* ids, int top_k)
-      : row(r), normalize(options.normalize) {
-    float top_logit = -math::infinity();
-    for (int k = lane_id(); k < top_k; k += kLanes) {
-      if (used(ids[k]) && row.z[ids[k]] > top_logit) top_logit = row.z[ids[k]];
+      : row(r), normalize(options.normalize), basis{false, 0.0f, 1.0f} {
+    if (!row.moderate) {
+      float top_logit = -math::infinity();
+      for (int k = lane_id(); k < top_k; k += kLanes) {
+        if (used(ids[k]) && row.z(ids[k]) > top_logit) top_logit = row.z(ids[k]);
+      }
+      basis = math::weight_basis(row.score, normalize, options.eps, warp_max(top_logit), row.peak);
     }
-    basis = math::weight_basis(row.score, normalize, options.eps, warp_max(top_logit), row.peak);
     const float sum = lane_sum(top_k, [&](int64_t k) { return before_division(ids[k]); });
     divisor = math::weight_divisor(normalize, options.eps_mode, basis.damped(sum), options.eps);
   }
@@ -190,7 +222,7 @@ struct SlotWeights {
   __device__ bool used(int32_t id) const { return id >= 0 && id < row.experts; }
 
   __device__ float before_division(int32_t id) const {
-    return used(id) ? basis.score(row.score, row.z[id], row.s[id], row.inverse) : 0.0f;
+    return used(id) ? basis.score(row.score, row.z(id), row.score_of(id), row.inverse) : 0.0f;
   }
 
   __device__ float operator()(int32_t id) const {

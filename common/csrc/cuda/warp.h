@@ -31,13 +31,32 @@ __device__ T warp_sum(T x) {
   return x;
 }
 
-// Sum over i of f(i) in the lane order of math/router.h: the butterfly adds the same pairs as the
-// CPU's halving does, and since a + b = b + a every lane has lane 0's bits.
+// Sum over i of f(i) in the lane order that math/router.h has for the slots of a token: the butterfly
+// adds the same pairs as the CPU's halving does, and since a + b = b + a every lane has lane 0's
+// bits.
 template <typename F>
 __device__ float lane_sum(int64_t n, F f) {
   float sum = 0.0f;
   for (int64_t i = lane_id(); i < n; i += kLanes) sum += f(i);
   return warp_sum(sum);
+}
+
+// A lane's part of a row sum.
+using Columns = float[math::kAdjacent];
+__device__ inline float join_columns(const Columns& c) { return (c[0] + c[1]) + (c[2] + c[3]); }
+
+// The sum over a row in the order that math/router.h has for experts: a column goes from c to
+// step(e, c) at each of its experts.
+template <typename F>
+__device__ float row_sum(int experts, F step) {
+  Columns columns = {};
+  for (int first = math::kAdjacent * lane_id(); first < experts; first += math::kColumns) {
+#pragma unroll
+    for (int i = 0; i < math::kAdjacent; ++i) {
+      if (first + i < experts) columns[i] = step(first + i, columns[i]);
+    }
+  }
+  return warp_sum(join_columns(columns));
 }
 
 // Whether f(i) holds for every i < n.

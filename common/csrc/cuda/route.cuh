@@ -1,0 +1,224 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the kernels of `route` share. One block sums the statistics of one chunk of tokens
+// (math/router.h); a second kernel joins the chunks. Three kernels do the routing, by the shape:
+//   route_lanes.cu    E <= 64: 1 to 16 lanes a token
+//   route_vectors.cu  E <= 512: a warp a token, its row in registers
+//   route_rows.cu     any other: a warp a token, its row in shared memory
+// All have a short way for the rows that occur in training and leave the others, row by row, to
+// route_token: rows that are not moderate, selections with too many candidates, rare options.
+#pragma once
+
+#include "rank.cuh"
+#include "route_row.cuh"
+#include "select.cuh"
+
+namespace duomoe::cuda {
+
+// A chunk's results: [E] sums of P, the sum of logsumexp^2, the number of tokens, [E] counts of
+// slots and, where the loss counts another selection, [E] counts of that.
+struct Partials {
+  uint32_t* words;
+  int64_t stride;  // words of a chunk
+
+  __device__ float* sums(int64_t chunk) const {
+    return reinterpret_cast<float*>(words + chunk * stride);
+  }
+  __device__ float* logsumexp_sq(int64_t chunk, int experts) const { return sums(chunk) + experts; }
+  __device__ int32_t* tokens(int64_t chunk, int experts) const {
+    return reinterpret_cast<int32_t*>(words + chunk * stride + experts + 1);
+  }
+  __device__ int32_t* counts(int64_t chunk, int experts) const {
+    return reinterpret_cast<int32_t*>(words + chunk * stride + experts + 2);
+  }
+};
+
+struct Route {
+  RouterOptions options;
+  TokenRange range;
+  int experts, top_k;
+  bool on_logit;
+  Groups groups;
+  DType dtype;
+  bool whole_vectors;  // of the logits
+  const char* logits;
+  const float* bias;  // may be null, as the next two
+  const int32_t* given;
+  const uint8_t* mask;
+  int32_t* indices;
+  float* weights;
+  int32_t* expert_counts;
+  bool separate_loss_counts;  // the loss counts another selection than the routing's
+  bool clear_expert_counts;   // several sequences add to them
+  int64_t chunk_length, chunks_per_run;
+  Partials partials;
+  float* streams;  // [chunks][kStreams][E as whole vectors] for route_rows.cu: see needs_streams
+
+  __device__ Logits row(int64_t t) const {
+    return {dtype, logits + t * experts * item_bytes(dtype)};
+  }
+  __host__ __device__ int count_words() const { return separate_loss_counts ? 2 * experts : experts; }
+};
+
+// The chunk of a block.
+struct Chunk {
+  int64_t begin, end;
+};
+__device__ inline Chunk chunk_of(const Route& a, int64_t chunk) {
+  const Run run = run_of(a.range, chunk / a.chunks_per_run);
+  const int64_t begin = run.begin + chunk % a.chunks_per_run * a.chunk_length;
+  const int64_t end = begin + a.chunk_length < run.end ? begin + a.chunk_length : run.end;
+  return {begin, end};
+}
+
+__device__ inline void clear_expert_counts(const Route& a) {
+  if (!a.clear_expert_counts || blockIdx.x != 0) return;
+  for (int e = static_cast<int>(threadIdx.x); e < a.experts; e += static_cast<int>(blockDim.x))
+    a.expert_counts[e] = 0;
+}
+
+// For the lanes k < K <= 32: the slots of a token without a part in anything.
+__device__ inline void leave_slots_unused(const Route& a, int64_t t) {
+  for (int k = lane_id(); k < a.top_k; k += kLanes) {
+    a.indices[t * a.top_k + k] = -1;
+    a.weights[t * a.top_k + k] = 0.0f;
+  }
+}
+
+__device__ inline int32_t given_id(const Route& a, int64_t slot) {
+  const int32_t e = a.given[slot];
+  return e >= 0 && e < a.experts ? e : -1;
+}
+
+// Routes token t whatever its row and the options. `row` is ready for compute(); counts[e] and
+// loss_counts[e] go up by the token's slots. `group_keys` has room for one key per group.
+inline __device__ __noinline__ void route_token(const Route& a, int64_t t, Row& row,
+                                                uint32_t* group_keys, int32_t* counts,
+                                                int32_t* loss_counts) {
+  row.compute();
+  int32_t* ids = a.indices + t * a.top_k;  // slot k is written and read by lane k % 32
+  float* weights = a.weights + t * a.top_k;
+  if (a.given) {
+    for (int k = lane_id(); k < a.top_k; k += kLanes) ids[k] = given_id(a, t * a.top_k + k);
+  } else {
+    const SelectionValue value{.row = row, .on_logit = a.on_logit, .bias = a.bias};
+    const auto take = [&](int k, int32_t id) {
+      if (k % kLanes == lane_id()) ids[k] = id;
+    };
+    const auto key = [&](int e) { return math::order_key(value(e)) + 1; };
+    if (a.groups.all_stay()) {
+      select(key, a.experts, a.top_k, take);
+    } else {
+      const uint64_t worst = worst_kept_group(a.groups, a.experts, value, group_keys);
+      const int size = a.experts / a.groups.count;
+      select(
+          [&](int e) {
+            return composite(group_keys[e / size], e / size) < worst ? kOut : key(e);
+          },
+          a.experts, a.top_k, take);
+    }
+  }
+  const SlotWeights weight(a.options, row, ids, a.top_k);
+  for (int k = lane_id(); k < a.top_k; k += kLanes) {
+    weights[k] = weight(ids[k]) * a.options.scale;
+    if (ids[k] >= 0) atomicAdd(counts + ids[k], 1);
+  }
+  if (a.separate_loss_counts) {
+    const SelectionValue value{.row = row, .on_logit = a.on_logit, .bias = nullptr};
+    select([&](int e) { return math::order_key(value(e)) + 1; }, a.experts, a.top_k,
+           [&](int k, int32_t id) {
+             if (k % kLanes == lane_id()) atomicAdd(loss_counts + id, 1);
+           });
+  }
+  __syncwarp();  // all have read the row and the group keys
+}
+
+// The weight of a slot of a moderate row, for the lanes k < K <= 32: `score` is the slot's, 0 where
+// it has no expert.
+__device__ inline float slot_weight(const RouterOptions& options, int top_k, float score) {
+  float sum = score;
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    // The slots beyond K are 0.
+    if (width < top_k) sum += __shfl_xor_sync(kAllLanes, sum, width);
+  }
+  const Divisor divisor = math::weight_divisor(options.normalize, options.eps_mode, sum, options.eps);
+  return (options.normalize ? score / divisor.value : score) * options.scale;
+}
+
+// The sum of logsumexp^2 over a stream's tokens, of which lanes hold the sums of exponentials until
+// a logarithm serves 32 tokens.
+class LogSumExps {
+ public:
+  __device__ void add(float exponential_sum) {
+    if (lane_id() == held_) mine_ = exponential_sum;
+    if (++held_ == kLanes) flush();
+  }
+  __device__ void add_ready(float logsumexp) {
+    if (lane_id() == held_) mine_ = logsumexp;
+    ready_ |= 1u << held_;
+    if (++held_ == kLanes) flush();
+  }
+  __device__ float sum_of_squares() {
+    flush();
+    return sum_;
+  }
+  __device__ int32_t count() const { return count_; }
+
+ private:
+  __device__ void flush() {
+    const float value = ready_ >> lane_id() & 1 ? mine_ : math::log(mine_);
+    for (int i = 0; i < held_; ++i) {
+      const float one = __shfl_sync(kAllLanes, value, i);
+      sum_ = math::fma(one, one, sum_);
+    }
+    count_ += held_;
+    held_ = 0;
+    ready_ = 0;
+  }
+
+  int held_ = 0;
+  int32_t count_ = 0;
+  unsigned ready_ = 0;
+  float mine_ = 1.0f, sum_ = 0.0f;
+};
+
+// The chunk's results, by all threads of the block; stream(j, e) is stream j's sum of P of expert e.
+template <typename F>
+__device__ void write_partials(const Route& a, const int32_t* counts, bool copy_counts,
+                               const float* stream_logsumexp_sq, const int32_t* stream_tokens,
+                               F stream) {
+  const int experts = a.experts, threads = static_cast<int>(blockDim.x);
+  float* sums = a.partials.sums(blockIdx.x);
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += threads) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) sum += stream(j, e);
+    sums[e] = sum;
+  }
+  if (copy_counts) {
+    int32_t* to = a.partials.counts(blockIdx.x, experts);
+    for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += threads) to[i] = counts[i];
+  }
+  if (threadIdx.x == 0) {
+    float sum = 0.0f;
+    int32_t tokens = 0;
+    for (int j = 0; j < kStreams; ++j) {
+      sum += stream_logsumexp_sq[j];
+      tokens += stream_tokens[j];
+    }
+    *a.partials.logsumexp_sq(blockIdx.x, experts) = sum;
+    *a.partials.tokens(blockIdx.x, experts) = tokens;
+  }
+}
+
+// Whether the streams' sums of a chunk may lack room in shared memory and so need the workspace.
+inline bool needs_streams(int64_t experts) { return experts > 2048; }
+
+// The kernels; each routes all chunks. Threads and shared memory are chosen by the launching
+// functions, which return false where the kernel does not fit the call.
+bool launch_route_lanes(Queue& queue, const Route& route, int64_t chunks);
+bool launch_route_vectors(Queue& queue, const Route& route, int64_t chunks);
+Status launch_route_rows(Queue& queue, const Route& route, int64_t chunks);
+
+}  // namespace duomoe::cuda
