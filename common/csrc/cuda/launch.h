@@ -94,6 +94,14 @@ class Queue {
     return status_.ok() ? static_cast<size_t>(bytes) : 0;
   }
 
+  int64_t multiprocessors() {
+    int device = 0, count = 1;
+    if (status_.ok()) check(cudaGetDevice(&device));
+    if (status_.ok())
+      check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+  }
+
   // Lets a kernel be launched with up to `bytes` of dynamic shared memory; 48 KB need no leave.
   template <typename... Parameters>
   void allow_shared(void (*kernel)(Parameters...), size_t bytes) {
