@@ -129,16 +129,18 @@ float loss_tokens(const Call& call) {
 }
 
 DUOMOE_KERNEL(kCpu, aux_loss) {
-  constexpr int64_t kColumns = 64;
+  constexpr int64_t kColumns = 64;  // of a task
   const int64_t tokens = call.axis('T'), columns = call.axis('N');
   const Rows probs(call.in("probs"), columns);
   const DType dtype = call.in("probs").dtype;
   const auto size = static_cast<int64_t>(item_size(dtype));
   const int64_t length = math::chunk_length(tokens);
   std::vector<float> sums(columns);
+  // In the order of math/router.h, the tokens of the call being one sequence.
   parallel_blocks(call, columns, kColumns, [&](int64_t begin, int64_t end) {
     const int64_t n = end - begin;
-    float streams[math::kStreams][kColumns], part[kColumns], line[kColumns];
+    float streams[math::kStreams][kColumns], strands[math::kStrands][kColumns] = {};
+    float part[kColumns], line[kColumns];
     for (int64_t first = 0; first < tokens; first += length) {
       std::memset(streams, 0, sizeof streams);
       std::memset(part, 0, sizeof part);
@@ -147,8 +149,9 @@ DUOMOE_KERNEL(kCpu, aux_loss) {
         simd().accumulate(line, n, streams[(t - first) % math::kStreams]);
       }
       for (const auto& stream : streams) simd().accumulate(stream, n, part);
-      simd().accumulate(part, n, sums.data() + begin);
+      simd().accumulate(part, n, strands[first / length % math::kStrands]);
     }
+    for (const auto& strand : strands) simd().accumulate(strand, n, sums.data() + begin);
   });
   const ScopedFpMode mode;
   *call.out("loss").as<float>() = math::aux_loss(

@@ -10,20 +10,24 @@ namespace duomoe::cpu {
 namespace {
 
 using math::Counts;
+using math::kStrands;
 using math::kStreams;
 
-// A run of tokens of one sequence whose statistics are summed by one task.
+// Tokens that a task has at least, if there are as many.
+constexpr int64_t kTaskTokens = 64;
+
+// A run of tokens of one sequence whose statistics are summed by one task; chunk `index` of the
+// sequence's local tokens.
 struct Chunk {
-  int64_t sequence, begin, end;
+  int64_t sequence, index, begin, end;
+  bool last;
 };
 
 // Cuts the local tokens into chunks, in order.
 class ChunkCutter {
  public:
   ChunkCutter(const TokenRange& range, int64_t tokens)
-      : range_(range),
-        tokens_(range.clip(tokens)),
-        length_(math::chunk_length(range.sequence_length)) {}
+      : range_(range), tokens_(range.clip(tokens)), length_(math::chunk_length(tokens)) {}
 
   // The next chunks, `limit` at most; false if there are none.
   bool next(int64_t limit, std::vector<Chunk>& chunks) {
@@ -32,7 +36,9 @@ class ChunkCutter {
       const int64_t sequence = range_.sequence(begin_);
       const int64_t sequence_end = (sequence + 1) * range_.sequence_length - range_.first;
       const int64_t end = std::min({tokens_, sequence_end, begin_ + length_});
-      chunks.push_back({sequence, begin_, end});
+      const bool last = end == sequence_end || end == tokens_;
+      chunks.push_back({sequence, index_, begin_, end, last});
+      index_ = last ? 0 : index_ + 1;
       begin_ = end;
     }
     return !chunks.empty();
@@ -47,17 +53,53 @@ class ChunkCutter {
   // Short chunks share a task.
   int64_t per_task() const {
     const int64_t longest = std::clamp<int64_t>(range_.sequence_length, 1, length_);
-    return std::max<int64_t>(1, math::kChunkTokens / longest);
+    return std::max<int64_t>(1, kTaskTokens / longest);
   }
 
  private:
   TokenRange range_;
   int64_t tokens_, length_;
-  int64_t begin_ = 0;
+  int64_t begin_ = 0, index_ = 0;  // of the next chunk
+};
+
+// The strands of one sequence at a time: sums of its chunks' statistics.
+class Strands {
+ public:
+  explicit Strands(int64_t experts)
+      : experts_(experts),
+        arena_(1, kStrands * experts),
+        score_sums_(arena_.take<float>(kStrands * experts)) {
+    std::fill_n(score_sums_, kStrands * experts_, 0.0f);
+  }
+
+  void add(int64_t chunk, const float* score_sums, float logsumexp_sq) {
+    const int64_t strand = chunk % kStrands;
+    simd().accumulate(score_sums, experts_, score_sums_ + strand * experts_);
+    logsumexp_sq_[strand] += logsumexp_sq;
+    used_ = std::max(used_, strand + 1);
+  }
+
+  // Adds the strands, in order, to a sequence's sums, which are +0 so far, and clears them.
+  void join(float* score_sums, float& logsumexp_sq) {
+    for (int64_t i = 0; i < used_; ++i) {
+      simd().accumulate(score_sums_ + i * experts_, experts_, score_sums);
+      logsumexp_sq += logsumexp_sq_[i];
+    }
+    std::fill_n(score_sums_, used_ * experts_, 0.0f);
+    std::fill_n(logsumexp_sq_, used_, 0.0f);
+    used_ = 0;
+  }
+
+ private:
+  int64_t experts_;
+  Arena arena_;
+  float* score_sums_;  // [kStrands, E]
+  float logsumexp_sq_[kStrands] = {};
+  int64_t used_ = 0;  // strands from here on have no chunk
 };
 
 // What the chunks of a wave add to their sequences' statistics. The chunks of a wave run in
-// parallel, then they are added up in order; waves bound the memory.
+// parallel, then they are added to their strands in order; waves bound the memory.
 struct Wave {
   int64_t capacity;
   Arena arena;
@@ -118,10 +160,11 @@ class Router {
     fill_unused(range_.clip(tokens_), tokens_);
     ChunkCutter cutter(range_, tokens_);
     Wave wave(cutter.most_chunks(), experts_, separate_loss_counts_);
+    Strands strands(experts_);
     while (cutter.next(wave.capacity, wave.chunks)) {
       parallel_blocks(call_, static_cast<int64_t>(wave.chunks.size()), cutter.per_task(),
                       [&](int64_t begin, int64_t end) { route_chunks(wave, begin, end); });
-      add_up(wave);
+      add_up(wave, strands);
     }
   }
 
@@ -176,7 +219,8 @@ class Router {
         const float* chosen_on = on_logit_ ? row.z : row.scores;
         const int64_t stream = (t - chunk.begin) % kStreams;
         simd().add_shares(row.shares, row.share, n, streams + stream * n);
-        stream_logsumexp_sq[stream] += row.logsumexp * row.logsumexp;
+        stream_logsumexp_sq[stream] =
+            math::fma(row.logsumexp, row.logsumexp, stream_logsumexp_sq[stream]);
         ++wave.tokens[i];
 
         int32_t* ids = indices_ + t * top_k_;
@@ -212,17 +256,18 @@ class Router {
     }
   }
 
-  void add_up(const Wave& wave) {
+  void add_up(const Wave& wave, Strands& strands) {
     const ScopedFpMode mode;
     const int32_t* loss_counts = wave.loss_counts ? wave.loss_counts : wave.counts;
     for (size_t i = 0; i < wave.chunks.size(); ++i) {
-      const int64_t s = wave.chunks[i].sequence, row = static_cast<int64_t>(i) * experts_;
+      const Chunk& chunk = wave.chunks[i];
+      const int64_t s = chunk.sequence, row = static_cast<int64_t>(i) * experts_;
       for (int64_t e = 0; e < experts_; ++e) {
         expert_counts_[e] += wave.counts[row + e];
         sequence_counts_[s * experts_ + e] += loss_counts[row + e];
       }
-      simd().accumulate(wave.score_sums + row, experts_, score_sums_ + s * experts_);
-      logsumexp_sq_[s] += wave.logsumexp_sq[i];
+      strands.add(chunk.index, wave.score_sums + row, wave.logsumexp_sq[i]);
+      if (chunk.last) strands.join(score_sums_ + s * experts_, logsumexp_sq_[s]);
       num_tokens_[s] += wave.tokens[i];
     }
   }
@@ -299,7 +344,7 @@ DUOMOE_KERNEL(kCpu, route_bwd) {
       for (int64_t k = 0; k < top_k; ++k) {
         cotangents[k] = row.has(ids[k]) ? grad_weights[t * top_k + k] * options.scale : 0.0f;
       }
-      const float common = simd().dot(DType::kFloat32, weights, cotangents, slots);
+      const float common = simd().lane_dot(weights, cotangents, slots);
       const float softmax_factor = math::square_slope(row.logsumexp, grad_logsumexp_sq[s]);
       const float rest = options.score == math::Score::kSoftmax ? divisor.rest * common : 0.0f;
       float* grad = in_place ? reinterpret_cast<float*>(grad_logits[t]) : grad_row;

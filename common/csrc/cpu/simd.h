@@ -15,7 +15,7 @@
 namespace duomoe::cpu {
 
 // The arrays of a row of the router are padded to a multiple of kLanes elements, so that its loops
-// have no tails: a padding logit is -inf, whose exponential and score are 0 and leave every sum as
+// have no tails: a padding logit is -inf, whose exponential and score are +0 and leave every sum as
 // it is, and a padding key is 0, which loses against every expert.
 constexpr int64_t padded(int64_t n) { return (n + math::kLanes - 1) / math::kLanes * math::kLanes; }
 
@@ -25,15 +25,16 @@ struct RouteRow {
   int64_t experts;
   // Padded arrays, lent by the caller.
   float* converted;     // the logits, if they are not taken from where they are
-  float* exponentials;  // exp(z - peak)
+  float* exponentials;  // exp(z), or exp(z - peak) where the row is not moderate
   float* scores;        // s
   float* slopes;        // d ln s / dz for sigmoid and sqrtsoftplus; null where it is not wanted
   float* rescued;       // scratch
 
   const float* z;   // the logits
-  float peak;       // the largest of them
-  float inverse;    // 1 / sum of exp(z - peak)
-  float logsumexp;  // peak + log(sum of exp(z - peak))
+  bool moderate;    // as in math/router.h
+  float peak;       // the largest of them; unset in a moderate row
+  float inverse;    // 1 / sum of the exponentials
+  float logsumexp;  // log(sum of exp(z))
   // The normalised scores, P = softmax(z) or s / sum of s, are shares[e] * share.
   const float* shares;
   float share;
@@ -65,7 +66,8 @@ struct SimdLoops {
   void (*row_scores)(DType dtype, const void* logits, RouteRow& row);
   void (*add_shares)(const float* shares, float share, int64_t n, float* sums);  // sums += P
   // The part of a row's gradient that every expert gets:
-  // grad[e] = P_e (gP_e - sum P gP) slope_e + softmax_e * softmax_factor - s_e * rest.
+  // grad[e] = P_e (gP_e - sum P gP) slope_e + softmax_e * softmax_factor - s_e * rest, the last for
+  // softmax alone.
   void (*row_gradient)(const RouteRow& row, const float* grad_shares, float softmax_factor,
                        float rest, float* grad);
 
@@ -90,6 +92,8 @@ struct SimdLoops {
                             float* sum);                                        // sum += factor x
   void (*scale)(DType dtype, float factor, const void* x, int64_t n, void* y);  // y = factor x
   float (*dot)(DType dtype, const void* x, const void* y, int64_t n);           // in 32 lanes
+  // sum of x y in 32 lanes, each product rounded first.
+  float (*lane_dot)(const float* x, const float* y, int64_t n);
   void (*add)(DType dtype, const void* a, const void* b, int64_t n, void* out);
   void (*activate)(math::Activation activation, float alpha, DType dtype, const void* x, int64_t n,
                    void* out);

@@ -49,6 +49,10 @@ float dot(DType dtype, const void* a, const void* b, int64_t n) {
   return result;
 }
 
+float lane_dot(const float* x, const float* y, int64_t n) {
+  return lane_sum(n, [=](int64_t i) { return x[i] * y[i]; });
+}
+
 void add(DType dtype, const void* a, const void* b, int64_t n, void* out) {
   with_type(dtype, [=]<typename T>(T) {
     const T* x = static_cast<const T*>(a);
@@ -73,6 +77,7 @@ constexpr SimdLoops loops() {
           accumulate_scaled,
           scale,
           dot,
+          lane_dot,
           add,
           activate,
           activate_bwd,

@@ -1,50 +1,13 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The router's part of simd_loops.h, whose rules hold here. Rows are padded as simd.h says, so that
-// every loop runs over whole blocks of kLanes elements.
+// The router's part of simd_loops.h, whose rules hold here.
 #pragma once
 
-#include "simd_types.h"
+#include "simd_sums.h"
 
 namespace duomoe::cpu {
 namespace {
-
-// f(i, lane) for i in [0, n), n a multiple of kLanes.
-template <typename F>
-DUOMOE_INLINE void for_lanes(int64_t n, F f) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-#pragma GCC ivdep
-    for (int l = 0; l < kLanes; ++l) f(i + l, l);
-  }
-}
-
-// f over the lanes in a butterfly; the result is in lane 0.
-template <typename T, typename F>
-DUOMOE_INLINE T join_lanes(T (&lane)[kLanes], F f) {
-  for (int l = 0; l < 16; ++l) lane[l] = f(lane[l], lane[l + 16]);
-  for (int l = 0; l < 8; ++l) lane[l] = f(lane[l], lane[l + 8]);
-  for (int l = 0; l < 4; ++l) lane[l] = f(lane[l], lane[l + 4]);
-  lane[0] = f(lane[0], lane[2]);
-  lane[1] = f(lane[1], lane[3]);
-  return f(lane[0], lane[1]);
-}
-
-DUOMOE_INLINE float add_lanes(float (&lane)[kLanes]) {
-  return join_lanes(lane, [](float a, float b) { return a + b; });
-}
-
-// sum over i of f(i), in the lane order of math/router.h, for any n.
-template <typename F>
-DUOMOE_INLINE float lane_sum(int64_t n, F f) {
-  float lane[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lane[l] += f(i + l);
-  }
-  for (int l = 0; i + l < n; ++l) lane[l] += f(i + l);
-  return add_lanes(lane);
-}
 
 // The largest and the smallest of n logits, -inf and inf where there is none but NaN. The padding
 // is -inf, so that a padded row never counts as one of normal exponentials.
@@ -78,72 +41,122 @@ void load_row(DType dtype, const void* logits, RouteRow& row) {
   for (int64_t i = experts; i < n; ++i) converted[i] = -infinity();
 }
 
-// Scores and their sum. kNormal: every e^-|z| is a normal number.
-template <Score kScore, bool kNormal>
-float elementwise_scores(const float* z, int64_t n, float* __restrict scores) {
-  float lane[kLanes] = {};
-  for_lanes(n, [&](int64_t i, int l) {
-    const float s =
-        kScore == Score::kSigmoid ? sigmoid<kNormal>(z[i]) : elementwise_score(kScore, z[i]);
-    scores[i] = s;
-    lane[l] += s;
-  });
-  return add_lanes(lane);
+// f(i) for every element of a padded row; what f writes does not overlap with what it reads.
+template <typename F>
+DUOMOE_INLINE void for_row(int64_t n, F f) {
+  for_lanes(n, [=](int64_t i, int) { f(i); });
 }
 
-// The same and the slopes. Those of sigmoid come from the same exponential.
-template <Score kScore, bool kNormal>
-float elementwise_scores(const float* z, int64_t n, float* __restrict scores,
-                         float* __restrict slopes) {
-  if (kScore != Score::kSigmoid) {
-    for_lanes(n, [&](int64_t i, int) { slopes[i] = log_score_slope(kScore, z[i]); });
-    return elementwise_scores<kScore, kNormal>(z, n, scores);
-  }
-  float lane[kLanes] = {};
-  for_lanes(n, [&](int64_t i, int l) {
-    const SigmoidPair pair = sigmoid_pair<kNormal>(z[i]);
-    scores[i] = pair.value;
-    slopes[i] = pair.complement;
-    lane[l] += pair.value;
+// Whether the row is moderate. A NaN's magnitude is above every number's.
+bool is_moderate(const float* z, int64_t experts, int64_t n, float limit) {
+  int32_t most[kLanes] = {};
+  const auto magnitude = [=](int64_t i) {
+    return static_cast<int32_t>(bits_of(z[i]) & 0x7fffffffu);
+  };
+  const int64_t whole = experts == n ? n : n - kLanes;
+  for_lanes(whole, [&](int64_t i, int l) {
+    const int32_t m = magnitude(i);
+    most[l] = m > most[l] ? m : most[l];
   });
-  return add_lanes(lane);
+  for (int l = 0; whole < n && l < kLanes; ++l) {  // the padding, -inf, does not count
+    const int32_t m = l < experts - whole ? magnitude(whole + l) : 0;
+    most[l] = m > most[l] ? m : most[l];
+  }
+  const int32_t largest = join_lanes(most, [](int32_t a, int32_t b) { return b > a ? b : a; });
+  return largest <= static_cast<int32_t>(bits_of(limit));
+}
+
+// A moderate row. The padding's exponentials and scores, by the mask, are +0.
+template <Score kScore, bool kPadded, bool kSlopes>
+void moderate_row(RouteRow& row, int64_t n) {
+  const float* z = row.z;
+  float* __restrict exponentials = row.exponentials, * __restrict scores = row.scores, * __restrict slopes = row.slopes;
+  const auto kept = [=](int64_t i, float x) {
+    return kPadded ? masked(mask_of(z[i] > -infinity()), x) : x;
+  };
+  for_row(n, [=](int64_t i) {
+    const float u = exp_moderate(z[i]);
+    exponentials[i] = kept(i, u);
+    if (kScore == Score::kSigmoid) {
+      const SigmoidPair pair = moderate_sigmoid(z[i], u);
+      scores[i] = kept(i, pair.value);
+      if (kSlopes) slopes[i] = pair.complement;
+    }
+  });
+  if (kScore == Score::kSqrtSoftplus) {
+    for_row(n, [=](int64_t i) { scores[i] = elementwise_score(kScore, z[i]); });
+    if (kSlopes) for_row(n, [=](int64_t i) { slopes[i] = log_score_slope(kScore, z[i]); });
+  }
+  const float sum = row_sum(exponentials, n), inverse = 1.0f / sum;
+  row.inverse = inverse;
+  row.logsumexp = log(sum);
+  if (kScore == Score::kSoftmax) {
+    for_row(n, [=](int64_t i) { scores[i] = exponentials[i] * inverse; });
+    row.shares = exponentials;
+    row.share = inverse;
+  } else {
+    row.shares = scores;
+    row.share = 1.0f / row_sum(scores, n);
+  }
+}
+
+template <Score kScore>
+void moderate_row(RouteRow& row, int64_t n) {
+  const bool padding = row.experts != n;
+  if (kScore != Score::kSoftmax && row.slopes) {
+    padding ? moderate_row<kScore, true, true>(row, n) : moderate_row<kScore, false, true>(row, n);
+  } else {
+    padding ? moderate_row<kScore, true, false>(row, n)
+            : moderate_row<kScore, false, false>(row, n);
+  }
+}
+
+// Scores, and slopes where they are wanted. kNormal: every e^-|z| is a normal number.
+template <Score kScore, bool kNormal>
+void elementwise_scores(const RouteRow& row, int64_t n) {
+  const float* z = row.z;
+  float* __restrict scores = row.scores, * __restrict slopes = row.slopes;
+  if (kScore == Score::kSigmoid && slopes) {  // both from the same exponential
+    for_row(n, [=](int64_t i) {
+      const SigmoidPair pair = sigmoid_pair<kNormal>(z[i]);
+      scores[i] = pair.value;
+      slopes[i] = pair.complement;
+    });
+    return;
+  }
+  if (slopes) for_row(n, [=](int64_t i) { slopes[i] = log_score_slope(kScore, z[i]); });
+  for_row(n, [=](int64_t i) {
+    scores[i] =
+        kScore == Score::kSigmoid ? sigmoid<kNormal>(z[i]) : elementwise_score(kScore, z[i]);
+  });
 }
 
 template <Score kScore, bool kNormal>
 void elementwise_row(RouteRow& row, int64_t n) {
   const float* z = row.z;
-  const float sum = row.slopes ? elementwise_scores<kScore, kNormal>(z, n, row.scores, row.slopes)
-                               : elementwise_scores<kScore, kNormal>(z, n, row.scores);
+  elementwise_scores<kScore, kNormal>(row, n);
   row.shares = row.scores;
   const float peak = row.peak, top = log_scale(kScore, peak, peak);
-  row.share = share_factor(sum, peak);
-  if (!may_underflow(top)) return;
+  if (!may_underflow(top)) {
+    row.share = share_factor(row_sum(row.scores, n), peak);
+    return;
+  }
   float* __restrict shares = row.rescued;
-  float lane[kLanes] = {};
-  for_lanes(n, [&](int64_t i, int l) {
-    const float s = exp(log_scale(kScore, z[i], peak) - top) * score_factor(kScore, z[i]);
-    shares[i] = s;
-    lane[l] += s;
+  for_row(n, [=](int64_t i) {
+    shares[i] = exp(log_scale(kScore, z[i], peak) - top) * score_factor(kScore, z[i]);
   });
   row.shares = shares;
-  row.share = 1.0f / add_lanes(lane);
+  row.share = share_factor(row_sum(shares, n), peak);
 }
 
-// e^(z - peak) and their sum. kNormal: every one is a normal number.
+// e^(z - peak). kNormal: every one is a normal number.
 template <bool kNormal>
-float shifted_exponentials(const float* z, int64_t n, float peak, float* __restrict exponentials) {
-  float lane[kLanes] = {};
-  for_lanes(n, [&](int64_t i, int l) {
-    const float t = exp_nonpositive<kNormal>(z[i] - peak);
-    exponentials[i] = t;
-    lane[l] += t;
-  });
-  return add_lanes(lane);
+void shifted_exponentials(const float* z, int64_t n, float peak, float* __restrict exponentials) {
+  for_row(n, [=](int64_t i) { exponentials[i] = exp_nonpositive<kNormal>(z[i] - peak); });
 }
 
-void row_scores(DType dtype, const void* logits, RouteRow& row) {
-  const int64_t n = padded(row.experts);
-  load_row(dtype, logits, row);
+// A row that is not moderate.
+void general_row(RouteRow& row, int64_t n) {
   const float* z = row.z;
   const auto [peak, low] = row_range(z, n);
   row.peak = peak;
@@ -154,34 +167,30 @@ void row_scores(DType dtype, const void* logits, RouteRow& row) {
   }
   if (row.score == Score::kSqrtSoftplus) elementwise_row<Score::kSqrtSoftplus, false>(row, n);
   float* __restrict exponentials = row.exponentials;
-  const float sum = low - peak >= kLowestNormal
-                        ? shifted_exponentials<true>(z, n, peak, exponentials)
-                        : shifted_exponentials<false>(z, n, peak, exponentials);
-  const float inverse = 1.0f / sum;
+  low - peak >= kLowestNormal ? shifted_exponentials<true>(z, n, peak, exponentials)
+                              : shifted_exponentials<false>(z, n, peak, exponentials);
+  const float sum = row_sum(exponentials, n), inverse = 1.0f / sum;
   row.inverse = inverse;
   row.logsumexp = peak + log(sum);
   if (row.score != Score::kSoftmax) return;
   float* __restrict scores = row.scores;
-  for_lanes(n, [&](int64_t i, int) { scores[i] = exponentials[i] * inverse; });
+  for_row(n, [=](int64_t i) { scores[i] = exponentials[i] * inverse; });
   row.shares = exponentials;
   row.share = inverse;
 }
 
-void add_shares(const float* shares, float share, int64_t n, float* __restrict sums) {
-  for_lanes(n, [&](int64_t i, int) { sums[i] += shares[i] * share; });
+void row_scores(DType dtype, const void* logits, RouteRow& row) {
+  const int64_t n = padded(row.experts);
+  load_row(dtype, logits, row);
+  row.moderate = is_moderate(row.z, row.experts, n, moderate_limit(row.score));
+  if (!row.moderate) return general_row(row, n);
+  if (row.score == Score::kSoftmax) return moderate_row<Score::kSoftmax>(row, n);
+  if (row.score == Score::kSigmoid) return moderate_row<Score::kSigmoid>(row, n);
+  moderate_row<Score::kSqrtSoftplus>(row, n);
 }
 
-// Every expert's part of the gradient; the softmax part only if kSoftmaxPart.
-template <bool kSlopes, bool kSoftmaxPart>
-void gradient_loop(const RouteRow& row, const float* grad_shares, float mean, float softmax_factor,
-                   float* __restrict grad) {
-  const float *shares = row.shares, *slopes = row.slopes, *exponentials = row.exponentials;
-  const float share = row.share, inverse = row.inverse;
-  for_lanes(padded(row.experts), [&](int64_t i, int) {
-    float g = shares[i] * share * (grad_shares[i] - mean);
-    if (kSlopes) g *= slopes[i];
-    grad[i] = kSoftmaxPart ? fma(exponentials[i] * inverse, softmax_factor, g) : g;
-  });
+void add_shares(const float* shares, float share, int64_t n, float* __restrict sums) {
+  for_row(n, [=](int64_t i) { sums[i] = fma(shares[i], share, sums[i]); });
 }
 
 bool all_zero(const float* x, int64_t n) {
@@ -190,38 +199,51 @@ bool all_zero(const float* x, int64_t n) {
   return zero;
 }
 
-void add_rest(const RouteRow& row, float rest, float* grad) {
-  if (rest == 0.0f) return;
-  const float* scores = row.scores;
-  for_lanes(padded(row.experts), [&](int64_t i, int) { grad[i] = fma(-scores[i], rest, grad[i]); });
+// What RouteRow's gradient is made of besides the row.
+struct GradientTerms {
+  const float* grad_shares;
+  float mean, softmax_factor, rest;  // mean: sum of P gP
+  bool shares;                       // whether the shares' part is not 0
+};
+
+// A part whose factor is 0 is left out, so that no NaN enters through it.
+template <bool kSlopes, bool kSoftmaxPart, bool kRest>
+void gradient_loop(const RouteRow& row, const GradientTerms& terms, float* __restrict grad) {
+  const float *shares = row.shares, *slopes = row.slopes, *exponentials = row.exponentials;
+  const float* grad_shares = terms.grad_shares;
+  const float share = row.share, inverse = row.inverse, mean = terms.mean, rest = terms.rest;
+  const float factor = inverse * terms.softmax_factor;
+  const uint32_t keep = mask_of(terms.shares);
+  for_row(padded(row.experts), [=](int64_t i) {
+    float g = shares[i] * share * (grad_shares[i] - mean);
+    if (kSlopes) g *= slopes[i];
+    g = masked(keep, g);
+    if (kSoftmaxPart) g = fma(exponentials[i], factor, g);
+    if (kRest) g = fma(-(exponentials[i] * inverse), rest, g);
+    grad[i] = g;
+  });
+}
+
+template <bool kSlopes>
+void gradient_loop(const RouteRow& row, const GradientTerms& terms, float* grad) {
+  const bool softmax_part = terms.softmax_factor != 0.0f;
+  if (!kSlopes && terms.rest != 0.0f) {
+    softmax_part ? gradient_loop<false, true, true>(row, terms, grad)
+                 : gradient_loop<false, false, true>(row, terms, grad);
+  } else {
+    softmax_part ? gradient_loop<kSlopes, true, false>(row, terms, grad)
+                 : gradient_loop<kSlopes, false, false>(row, terms, grad);
+  }
 }
 
 void row_gradient(const RouteRow& row, const float* grad_shares, float softmax_factor, float rest,
                   float* grad) {
   const int64_t n = padded(row.experts);
-  const float* shares = row.shares;
-  const float share = row.share;
-  float lane[kLanes] = {};
-  for_lanes(n, [&](int64_t i, int l) { lane[l] += shares[i] * share * grad_shares[i]; });
-  const float mean = add_lanes(lane);
-  // NaN scores whose shares nobody asked for.
-  if (mean != mean && all_zero(grad_shares, n)) {
-    const float* exponentials = row.exponentials;
-    const float inverse = row.inverse;
-    for_lanes(n, [&](int64_t i, int) {
-      grad[i] =
-          softmax_factor != 0.0f ? fma(exponentials[i] * inverse, softmax_factor, 0.0f) : 0.0f;
-    });
-    add_rest(row, rest, grad);
-    return;
-  }
-  const bool softmax_part = softmax_factor != 0.0f;  // otherwise no NaN may enter through it
-  const auto loop = row.slopes
-                        ? softmax_part ? gradient_loop<true, true> : gradient_loop<true, false>
-                    : softmax_part ? gradient_loop<false, true>
-                                   : gradient_loop<false, false>;
-  loop(row, grad_shares, mean, softmax_factor, grad);
-  add_rest(row, rest, grad);
+  const float mean = row.share * row_dot(row.shares, grad_shares, n);
+  // NaN scores whose shares nobody asked for have no part.
+  const bool unasked = mean != mean && all_zero(grad_shares, n);
+  const GradientTerms terms{grad_shares, mean, softmax_factor, rest, !unasked};
+  row.slopes ? gradient_loop<true>(row, terms, grad) : gradient_loop<false>(row, terms, grad);
 }
 
 // --- weights -------------------------------------------------------------------------------------
@@ -231,14 +253,16 @@ Divisor row_weights(const RouteRow& row, const WeightOptions& options, const int
   const uint32_t experts = static_cast<uint32_t>(row.experts);
   const float *z = row.z, *scores = row.scores;
   auto has = [=](int32_t id) { return static_cast<uint32_t>(id) < experts; };
-  float top_logit = -infinity();
-  for (int64_t k = 0; k < top_k; ++k) {
-    if (!has(ids[k])) continue;
-    const float logit = z[ids[k]];
-    top_logit = logit > top_logit ? logit : top_logit;
+  WeightBasis basis{false, -infinity(), 1.0f};  // that of every moderate row
+  if (!row.moderate) {
+    float top_logit = -infinity();
+    for (int64_t k = 0; k < top_k; ++k) {
+      if (!has(ids[k])) continue;
+      const float logit = z[ids[k]];
+      top_logit = logit > top_logit ? logit : top_logit;
+    }
+    basis = weight_basis(row.score, options.normalize, options.eps, top_logit, row.peak);
   }
-  const WeightBasis basis =
-      weight_basis(row.score, options.normalize, options.eps, top_logit, row.peak);
   for (int64_t k = 0; k < top_k; ++k) weights[k] = has(ids[k]) ? scores[ids[k]] : 0.0f;
   if (basis.relative) {
     for (int64_t k = 0; k < top_k; ++k) {

@@ -1,0 +1,166 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// The sums of the router's part of simd_loops.h, whose rules hold here, in the orders of
+// math/router.h. Rows are padded as simd.h says, so that every loop over one runs over whole blocks
+// of kLanes elements.
+#pragma once
+
+#include <utility>
+
+#include "simd_types.h"
+
+namespace duomoe::cpu {
+namespace {
+
+// f(i, lane) for i in [0, n), n a multiple of kLanes.
+template <typename F>
+DUOMOE_INLINE void for_lanes(int64_t n, F f) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+#pragma GCC ivdep
+    for (int l = 0; l < kLanes; ++l) f(i + l, l);
+  }
+}
+
+// f over the lanes in a butterfly; the result is in lane 0.
+template <typename T, typename F>
+DUOMOE_INLINE T join_lanes(T (&lane)[kLanes], F f) {
+  for (int l = 0; l < 16; ++l) lane[l] = f(lane[l], lane[l + 16]);
+  for (int l = 0; l < 8; ++l) lane[l] = f(lane[l], lane[l + 8]);
+  for (int l = 0; l < 4; ++l) lane[l] = f(lane[l], lane[l + 4]);
+  lane[0] = f(lane[0], lane[2]);
+  lane[1] = f(lane[1], lane[3]);
+  return f(lane[0], lane[1]);
+}
+
+// The sum of f(i) over the slots of a token, or any n elements, in lanes.
+template <typename F>
+DUOMOE_INLINE float lane_sum(int64_t n, F f) {
+  float lane[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) lane[l] += f(i + l);
+  }
+  for (int l = 0; i + l < n; ++l) lane[l] += f(i + l);
+  return join_lanes(lane, [](float a, float b) { return a + b; });
+}
+
+// --- sums over a row -----------------------------------------------------------------------------
+
+#if defined(__GNUC__) && !defined(__clang__)
+// Everything that takes or returns a vector is inlined, so that its calling convention is moot.
+#pragma GCC diagnostic ignored "-Wpsabi"
+#endif
+
+// The columns of a row sum lie in strips of kStrip, each of which holds whole lanes of kAdjacent.
+#if defined(__AVX512F__)
+constexpr int kStrip = 16;
+#elif defined(__AVX2__)
+constexpr int kStrip = 8;
+#else
+constexpr int kStrip = 4;
+#endif
+constexpr int kStrips = kColumns / kStrip;
+using Strip = float __attribute__((vector_size(4 * kStrip)));
+
+DUOMOE_INLINE Strip load_strip(const float* from) {
+  Strip v;
+  __builtin_memcpy(&v, from, sizeof v);
+  return v;
+}
+
+DUOMOE_INLINE Strip fma_strip(const Strip& a, const Strip& b, const Strip& c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#else
+  return Strip{fma(a[0], b[0], c[0]), fma(a[1], b[1], c[1]), fma(a[2], b[2], c[2]),
+               fma(a[3], b[3], c[3])};
+#endif
+}
+
+// Element i is element at(i) of a and b one after the other.
+template <typename At, int... i>
+DUOMOE_INLINE Strip shuffled(const Strip& a, const Strip& b, At, std::integer_sequence<int, i...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, At{}(i)...);
+#else
+  using Indices = int32_t __attribute__((vector_size(4 * kStrip)));
+  return __builtin_shuffle(a, b, Indices{At{}(i)...});
+#endif
+}
+template <typename At>
+DUOMOE_INLINE Strip shuffled(const Strip& a, const Strip& b, At at) {
+  return shuffled(a, b, at, std::make_integer_sequence<int, kStrip>{});
+}
+
+// Sums of neighbours, those of each four elements of a and then those of the same four of b.
+DUOMOE_INLINE Strip add_neighbours(const Strip& a, const Strip& b) {
+  constexpr auto even = [](int i) { return (i & ~3) + 2 * (i & 1) + ((i & 2) ? kStrip : 0); };
+  constexpr auto odd = [](int i) { return (i & ~3) + 2 * (i & 1) + 1 + ((i & 2) ? kStrip : 0); };
+  return shuffled(a, b, even) + shuffled(a, b, odd);
+}
+
+template <int kDistance>
+DUOMOE_INLINE Strip add_distant(const Strip& a) {
+  return a + shuffled(a, a, [](int i) { return i ^ kDistance; });
+}
+
+// The sum of columns, the first kPresent strips of which can be other than +0.
+template <int kPresent>
+DUOMOE_INLINE float join_columns(const Strip (&column)[kPresent]) {
+  const auto strip = [&](int v) { return v < kPresent ? column[v] : Strip{}; };
+  // Element x of the q-th four of lanes[j] is lane kStrip / 4 (4 j + x) + q.
+  constexpr int kJoined = kStrips / 4;
+  Strip lanes[kJoined];
+#pragma GCC unroll 8
+  for (int j = 0; j < kJoined; ++j) {
+    lanes[j] = 4 * j < kPresent ? add_neighbours(add_neighbours(strip(4 * j), strip(4 * j + 1)),
+                                                 add_neighbours(strip(4 * j + 2), strip(4 * j + 3)))
+                                : Strip{};
+  }
+#pragma GCC unroll 8
+  for (int half = kJoined / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+  }
+  Strip sum = add_distant<1>(add_distant<2>(lanes[0]));
+  if constexpr (kStrip >= 16) sum = add_distant<8>(sum);
+  if constexpr (kStrip >= 8) sum = add_distant<4>(sum);
+  return sum[0];
+}
+
+// kPresent strips of columns; f(i, column) adds the elements from i on to a column.
+template <int kPresent, typename F>
+DUOMOE_INLINE float column_sum(int64_t n, F f) {
+  Strip column[kPresent];
+#pragma GCC unroll 32
+  for (int v = 0; v < kPresent; ++v) {
+    Strip sum = {};
+    for (int64_t i = v * kStrip; i < n; i += kColumns) sum = f(i, sum);
+    column[v] = sum;
+  }
+  return join_columns<kPresent>(column);
+}
+template <typename F>
+DUOMOE_INLINE float column_sum(int64_t n, F f) {
+  if (n <= kColumns / 4) return column_sum<kStrips / 4>(n, f);
+  if (n <= kColumns / 2) return column_sum<kStrips / 2>(n, f);
+  return column_sum<kStrips>(n, f);
+}
+
+// The sum of a padded row, whose padding is +0.
+float row_sum(const float* x, int64_t n) {
+  return column_sum(n, [=](int64_t i, const Strip& sum) { return sum + load_strip(x + i); });
+}
+
+// The sum of x y, with fma; the padding of x and y is +0.
+float row_dot(const float* x, const float* y, int64_t n) {
+  return column_sum(n, [=](int64_t i, const Strip& sum) {
+    return fma_strip(load_strip(x + i), load_strip(y + i), sum);
+  });
+}
+
+}  // namespace
+}  // namespace duomoe::cpu
