@@ -1,7 +1,7 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""The loops of all instruction sets give the same bits, no kernel leaves its scratch rows, and
-tensors may have more than 2^32 elements.
+"""The loops of all instruction sets give the same bits, those of the stated formulas and orders of
+sums; no kernel leaves its scratch rows, and tensors may have more than 2^32 elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ NEEDED = ("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq")
 NO_ADDRESS_SPACE = 77  # the exit status of large_tensors.cc
 
 
-def test_instruction_sets_agree(tmp_path: Path) -> None:
+def loop_objects() -> list[str]:
+    """The built loops of every instruction set; skips where they are missing or cannot run."""
     info = Path("/proc/cpuinfo")
     flags = info.read_text().split() if info.exists() else []
     if missing := [f for f in NEEDED if f not in flags]:
@@ -32,15 +33,32 @@ def test_instruction_sets_agree(tmp_path: Path) -> None:
     builds = sorted((ROOT / "build").glob("native-*"), key=lambda p: p.stat().st_mtime)
     if not builds:
         pytest.skip("the core was not built in this tree")
-    objects = [
-        str(builds[-1] / f"common_csrc_cpu_simd_{name}.cc.o") for name in ("base", "avx2", "avx512")
-    ]
+    names = ("base", "avx2", "avx512")
+    return [str(builds[-1] / f"common_csrc_cpu_simd_{name}.cc.o") for name in names]
+
+
+def test_instruction_sets_agree(tmp_path: Path) -> None:
+    objects = loop_objects()
     program = tmp_path / "instruction_sets"
     command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", f"-I{CORE}"]
     source = ROOT / "tests" / "native" / "instruction_sets.cc"
     subprocess.run([*command, str(source), *objects, "-o", str(program)], check=True)
     result = subprocess.run([str(program)], capture_output=True, text=True)
     assert result.stdout == "0 different\n", result.stdout
+
+
+def test_rows_and_statistics_are_as_stated(tmp_path: Path) -> None:
+    """Every bit of the router's rows and sums, as the formulas in math/router.h have it."""
+    objects = loop_objects()
+    library = ROOT / "common" / "duomoe" / "lib" / "libduomoe.so"
+    program = tmp_path / "stated_orders"
+    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", f"-I{CORE}"]
+    source = ROOT / "tests" / "native" / "stated_orders.cc"
+    linked = [*objects, str(library), f"-Wl,-rpath,{library.parent}"]
+    subprocess.run([*command, str(source), *linked, "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True)
+    assert result.stdout.endswith(" comparisons, 0 different\n"), result.stdout
+    assert int(result.stdout.split()[0]) > 10**6
 
 
 def test_more_than_2_to_the_32_elements(tmp_path: Path) -> None:
