@@ -92,7 +92,8 @@ Floats results(const SimdLoops& loops, Score score, const Floats& z, const Float
     std::vector<char> x(n * 4), y(n * 4), first(n * 4), second(n * 4);
     loops.store(dtype, z.data(), x.data(), n);
     loops.store(dtype, g.data(), y.data(), n);
-    append(all, {loops.dot(dtype, x.data(), y.data(), n)});
+    append(all,
+           {loops.dot(dtype, x.data(), y.data(), n), loops.lane_dot(dtype, x.data(), y.data(), n)});
     auto take = [&](const std::vector<char>& from) {
       loops.load(dtype, from.data(), floats.data(), n);
       append(all, floats);

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "../math/activation.h"
+#include "../math/dot.h"
 #include "../math/router.h"
 #include "../tensor_view.h"
 
@@ -91,8 +92,8 @@ struct SimdLoops {
   void (*accumulate_scaled)(DType dtype, float factor, const void* x, int64_t n,
                             float* sum);                                        // sum += factor x
   void (*scale)(DType dtype, float factor, const void* x, int64_t n, void* y);  // y = factor x
-  float (*dot)(DType dtype, const void* x, const void* y, int64_t n);           // in 32 lanes
-  // sum of x y in 32 lanes, each product rounded first.
+  // sum of x y: in the order of math/dot.h; and in the lanes of math/router.h, products rounded.
+  float (*dot)(DType dtype, const void* x, const void* y, int64_t n);
   float (*lane_dot)(const float* x, const float* y, int64_t n);
   void (*add)(DType dtype, const void* a, const void* b, int64_t n, void* out);
   void (*activate)(math::Activation activation, float alpha, DType dtype, const void* x, int64_t n,

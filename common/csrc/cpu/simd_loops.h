@@ -39,18 +39,30 @@ void scale(DType dtype, float factor, const void* from, int64_t n, void* to) {
   });
 }
 
-float dot(DType dtype, const void* a, const void* b, int64_t n) {
-  float result = 0.0f;
-  with_type(dtype, [=, &result]<typename T>(T) {
-    const T* x = static_cast<const T*>(a);
-    const T* y = static_cast<const T*>(b);
-    result = lane_sum(n, [=](int64_t i) { return to_float(x[i]) * to_float(y[i]); });
-  });
-  return result;
-}
-
 float lane_dot(const float* x, const float* y, int64_t n) {
   return lane_sum(n, [=](int64_t i) { return x[i] * y[i]; });
+}
+
+// Neighbours are joined three times, which is join_columns for every lane.
+float dot(DType dtype, const void* a, const void* b, int64_t n) {
+  float column[kDotColumns] = {};
+  with_type(dtype, [=, &column]<typename T>(T) {
+    const T* x = static_cast<const T*>(a);
+    const T* y = static_cast<const T*>(b);
+    const auto add_product = [&](int64_t i, int c) {
+      column[c] = fma(to_float(x[i + c]), to_float(y[i + c]), column[c]);
+    };
+    int64_t i = 0;
+    for (; i + kDotColumns <= n; i += kDotColumns) {
+      for (int c = 0; c < kDotColumns; ++c) add_product(i, c);
+    }
+    for (int c = 0; i + c < n; ++c) add_product(i, c);
+  });
+  float pair[kDotColumns / 2], quad[kDotColumns / 4], lane[kLanes];
+  for (int c = 0; c < kDotColumns / 2; ++c) pair[c] = column[2 * c] + column[2 * c + 1];
+  for (int c = 0; c < kDotColumns / 4; ++c) quad[c] = pair[2 * c] + pair[2 * c + 1];
+  for (int l = 0; l < kLanes; ++l) lane[l] = quad[2 * l] + quad[2 * l + 1];
+  return add_lanes(lane);
 }
 
 void add(DType dtype, const void* a, const void* b, int64_t n, void* out) {

@@ -1,177 +1,154 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Moving rows between token order and expert order: permute, combine and their gradients; and
-// scaling rows. Row and slot numbers outside their range count as unused, so that a plan of other
-// origin cannot read out of bounds.
-#include "launch.h"
-#include "warp.h"
+// Moving rows between token order and expert order: permute, its gradient with respect to the
+// tokens, and combine.
+#include "rows.cuh"
 
 namespace duomoe::cuda {
 namespace {
 
-using math::from_float;
-using math::to_float;
+// A token is moved by a team of threads, a power of two that a row of its packs keeps busy.
+struct Teams {
+  int threads;
+  int64_t blocks;
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kLanes;
-
-// The slots of T tokens by K, and how they map to R rows of D elements.
-struct Plan {
-  const int32_t* row_of_slot;
-  const int32_t* slot_of_row;
-  int64_t tokens, top_k, num_rows, width;
-
-  __device__ bool has_row(int64_t row) const { return row >= 0 && row < num_rows; }
-  __device__ bool has_slot(int64_t slot) const { return slot >= 0 && slot < tokens * top_k; }
+  __device__ int member() const { return static_cast<int>(threadIdx.x) & (threads - 1); }
+  // Of the blocks from `first_block` on.
+  __device__ int64_t number(int64_t first_block) const {
+    return ((static_cast<int64_t>(blockIdx.x) - first_block) * kRowThreads +
+            static_cast<int64_t>(threadIdx.x)) /
+           threads;
+  }
+  __device__ int64_t count() const { return blocks * (kRowThreads / threads); }
 };
 
-Plan plan_of(const Call& call, bool rows_to_slots) {
-  return {.row_of_slot = call.in("row_of_slot").as<const int32_t>(),
-          .slot_of_row = rows_to_slots ? call.in("slot_of_row").as<const int32_t>() : nullptr,
-          .tokens = call.axis('T'),
-          .top_k = call.axis('K'),
-          .num_rows = call.axis('R'),
-          .width = call.axis('D')};
-}
-
-const float* weights_of(const Call& call) {
-  const TensorView& weights = call.in("weights");
-  return weights.present() ? weights.as<const float>() : nullptr;
+Teams teams_for(int64_t tokens, int64_t packs) {
+  int threads = kRowThreads;
+  while (threads > 1 && threads / 2 >= packs) threads /= 2;
+  return {threads, grid_for(tokens, kRowThreads / threads)};
 }
 
 // --- from tokens to rows -------------------------------------------------------------------------
 
-// One warp copies one row of `units` units.
-template <typename Unit>
-__global__ void copy_rows(Plan plan, int64_t units, const Unit* x, Unit* rows) {
-  for (int64_t r = grid_warp(); r < plan.num_rows; r += grid_warps()) {
-    const int64_t slot = plan.slot_of_row[r];
-    const Unit* from = plan.has_slot(slot) ? x + slot / plan.top_k * units : nullptr;
-    for (int64_t i = lane_id(); i < units; i += kLanes)
-      rows[r * units + i] = from ? from[i] : Unit{};
-  }
-}
+// Slots whose row numbers are read at once.
+constexpr int kSlotsAtOnce = 8;
 
-Status run_copy_rows(const Call& call, const TensorView& x, const TensorView& rows) {
-  const Plan plan = plan_of(call, true);
-  const int64_t bytes = plan.width * static_cast<int64_t>(item_size(x.dtype));
-  Queue queue(call);
-  const auto copy = [&]<typename Unit>(Unit) {
-    constexpr auto kSize = static_cast<int64_t>(sizeof(Unit));
-    queue.launch(copy_rows<Unit>, grid_for(plan.num_rows, kWarps), kThreads, 0, plan, bytes / kSize,
-                 x.as<const Unit>(), rows.as<Unit>());
-  };
-  // A view into a larger buffer may start at any element.
-  const auto addresses = reinterpret_cast<uintptr_t>(x.data) |
-                         reinterpret_cast<uintptr_t>(rows.data) | static_cast<uintptr_t>(bytes);
-  if (addresses % sizeof(uint4) == 0) {
-    copy(uint4{});
-  } else {
-    copy(uint16_t{});
-  }
-  return queue.status();
-}
-
-// rows = weight * x of the row's token, 0 without one. One warp per row. `weights` may be null: 1.
-template <typename T>
-__global__ void spread(Plan plan, const T* x, const float* weights, T* rows) {
-  for (int64_t r = grid_warp(); r < plan.num_rows; r += grid_warps()) {
-    const int64_t slot = plan.slot_of_row[r];
-    T* to = rows + r * plan.width;
-    if (plan.has_slot(slot)) {
-      const float weight = weights ? weights[slot] : 1.0f;
-      const T* from = x + slot / plan.top_k * plan.width;
-      for (int64_t i = lane_id(); i < plan.width; i += kLanes)
-        to[i] = from_float<T>(weight * to_float(from[i]));
-    } else {
-      for (int64_t i = lane_id(); i < plan.width; i += kLanes) to[i] = from_float<T>(0.0f);
+// rows[r] = weight * x of the token of slot_of_row[r], 0 without one. A team reads kHeld packs a
+// thread of its token once, then writes them to one row after another, so that what goes to a row
+// goes there together.
+template <typename P>
+__global__ void __launch_bounds__(kRowThreads)
+    spread(Plan plan, Teams teams, int64_t fillers, const P* x, const float* weights, P* rows) {
+  if (static_cast<int64_t>(blockIdx.x) < fillers) return fill_rows(plan, fillers, x, weights, rows);
+  constexpr int kHeld = 4;
+  const int64_t packs = plan.width / P::kSize;
+  for (int64_t t = teams.number(fillers); t < plan.tokens; t += teams.count()) {
+    for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads) {
+      P held[kHeld];
+#pragma unroll
+      for (int j = 0; j < kHeld; ++j) {
+        const int64_t i = first + j * teams.threads;
+        held[j] = i < packs ? load_once(x + t * packs + i) : P{};
+      }
+      for (int64_t k = 0; k < plan.top_k; k += kSlotsAtOnce) {
+        const int64_t slot = t * plan.top_k + k;
+        int32_t row[kSlotsAtOnce];
+#pragma unroll
+        for (int s = 0; s < kSlotsAtOnce; ++s)
+          row[s] = k + s < plan.top_k ? plan.row_of_slot[slot + s] : -1;
+#pragma unroll
+        for (int s = 0; s < kSlotsAtOnce; ++s)
+          row[s] = plan.has_row(row[s]) && plan.joined(row[s], slot + s) ? row[s] : -1;
+#pragma unroll
+        for (int s = 0; s < kSlotsAtOnce; ++s) {
+          if (row[s] < 0) continue;
+          const float weight = weights ? weights[slot + s] : 1.0f;
+          P* to = rows + row[s] * packs;
+#pragma unroll
+          for (int j = 0; j < kHeld; ++j) {
+            const int64_t i = first + j * teams.threads;
+            if (i < packs) store_once(to + i, scaled(weight, held[j]));
+          }
+        }
+      }
     }
   }
-}
-
-void run_spread(Queue& queue, const Call& call, const TensorView& x, const TensorView& rows) {
-  const Plan plan = plan_of(call, true);
-  with_type(x.dtype, [&]<typename T>(T) {
-    queue.launch(spread<T>, grid_for(plan.num_rows, kWarps), kThreads, 0, plan, x.as<const T>(),
-                 weights_of(call), rows.as<T>());
-  });
-}
-
-// dots[t, k] = dot(x[t], rows[row_of_slot[t, k]]), in the lane order of math/router.h; 0 for a slot
-// without a row. One warp per slot.
-template <typename T>
-__global__ void dot_slots(Plan plan, const T* x, const T* rows, float* dots) {
-  for (int64_t slot = grid_warp(); slot < plan.tokens * plan.top_k; slot += grid_warps()) {
-    const int64_t row = plan.row_of_slot[slot];
-    float dot = 0.0f;
-    if (plan.has_row(row)) {
-      const T* a = x + slot / plan.top_k * plan.width;
-      const T* b = rows + row * plan.width;
-      dot = lane_sum(plan.width, [=](int64_t i) { return to_float(a[i]) * to_float(b[i]); });
-    }
-    if (lane_id() == 0) dots[slot] = dot;
-  }
-}
-
-void run_dot_slots(Queue& queue, const Call& call, const TensorView& x, const TensorView& rows,
-                   const TensorView& dots) {
-  const Plan plan = plan_of(call, false);
-  with_type(rows.dtype, [&]<typename T>(T) {
-    queue.launch(dot_slots<T>, grid_for(plan.tokens * plan.top_k, kWarps), kThreads, 0, plan,
-                 x.as<const T>(), rows.as<const T>(), dots.as<float>());
-  });
 }
 
 DUOMOE_KERNEL(kCuda, permute) {
+  const Plan plan = plan_of(call, true);
   const TensorView &x = call.in("x"), &rows = call.out("rows");
-  if (!weights_of(call)) return run_copy_rows(call, x, rows);
   Queue queue(call);
-  run_spread(queue, call, x, rows);
-  return queue.status();
-}
-
-DUOMOE_KERNEL(kCuda, permute_bwd_weights) {
-  Queue queue(call);
-  run_dot_slots(queue, call, call.in("x"), call.in("grad_rows"), call.out("grad_weights"));
-  return queue.status();
-}
-
-DUOMOE_KERNEL(kCuda, combine_bwd) {
-  Queue queue(call);
-  run_spread(queue, call, call.in("grad_y"), call.out("grad_rows"));
-  run_dot_slots(queue, call, call.in("grad_y"), call.in("rows"), call.out("grad_weights"));
+  const auto run = [&]<typename T>(T, int64_t width) {
+    Plan typed = plan;
+    typed.width = width;
+    with_pack<T>(width, {&x, &rows}, [&]<typename P>(P) {
+      const Teams teams = teams_for(plan.tokens, width / P::kSize);
+      const int64_t fillers = fill_blocks(plan);
+      queue.launch(spread<P>, fillers + teams.blocks, kRowThreads, 0, typed, teams, fillers,
+                   x.as<const P>(), weights_of(call), rows.as<P>());
+    });
+  };
+  if (weights_of(call)) {
+    with_type(x.dtype, [&]<typename T>(T) { run(T{}, plan.width); });
+  } else {  // bits, whatever the dtype
+    constexpr auto kUnit = static_cast<int64_t>(sizeof(uint16_t));
+    run(uint16_t{}, plan.width * static_cast<int64_t>(item_size(x.dtype)) / kUnit);
+  }
   return queue.status();
 }
 
 // --- from rows to tokens -------------------------------------------------------------------------
 
-// sum over k, in slot order and float32, of weights[t, k] * rows[row_of_slot[t, k]], rounded once.
-// One warp sums kColumns columns of a token. `weights` may be null: 1.
-constexpr int kPerLane = 8;
-constexpr int64_t kColumns = kPerLane * kLanes;
-
-template <typename T>
-__global__ void gather_sum(Plan plan, const T* rows, const float* weights, T* y) {
-  const int64_t parts = (plan.width + kColumns - 1) / kColumns;
-  for (int64_t item = grid_warp(); item < plan.tokens * parts; item += grid_warps()) {
-    const int64_t t = item / parts, first = item % parts * kColumns + lane_id();
-    float sum[kPerLane] = {};
-    for (int64_t slot = t * plan.top_k; slot < (t + 1) * plan.top_k; ++slot) {
-      const int64_t row = plan.row_of_slot[slot];
-      if (!plan.has_row(row)) continue;
-      const float weight = weights ? weights[slot] : 1.0f;
+// y[t] = sum over k, in slot order and float32, of weights[t, k] * rows[row_of_slot[t, k]], rounded
+// once. A thread sums kHeld packs of a token, and loads those of kSlots slots before it adds the
+// first. `weights` may be null: 1.
+template <typename P, int kHeld, int kSlots>
+__global__ void __launch_bounds__(kRowThreads)
+    gather_sum(Plan plan, Teams teams, const P* rows, const float* weights, P* y) {
+  const int64_t packs = plan.width / P::kSize;
+  for (int64_t t = teams.number(0); t < plan.tokens; t += teams.count()) {
+    for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads) {
+      float sum[kHeld][P::kSize] = {};
+      for (int64_t k = 0; k < plan.top_k; k += kSlots) {
+        const int64_t slot = t * plan.top_k + k;
+        int32_t row[kSlots];
+        P part[kSlots][kHeld];
 #pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        const int64_t column = first + i * kLanes;
-        if (column < plan.width)
-          sum[i] = math::fma(weight, to_float(rows[row * plan.width + column]), sum[i]);
+        for (int s = 0; s < kSlots; ++s) {
+          row[s] = k + s < plan.top_k ? plan.row_of_slot[slot + s] : -1;
+          if (!plan.has_row(row[s])) row[s] = -1;
+        }
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+          for (int j = 0; j < kHeld; ++j) {
+            const int64_t i = first + j * teams.threads;
+            part[s][j] = row[s] >= 0 && i < packs ? load_once(rows + row[s] * packs + i) : P{};
+          }
+        }
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s) {
+          if (row[s] < 0) continue;
+          const float weight = weights ? weights[slot + s] : 1.0f;
+#pragma unroll
+          for (int j = 0; j < kHeld; ++j) {
+#pragma unroll
+            for (int c = 0; c < P::kSize; ++c)
+              sum[j][c] = math::fma(weight, math::to_float(part[s][j].at[c]), sum[j][c]);
+          }
+        }
       }
-    }
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int64_t column = first + i * kLanes;
-      if (column < plan.width) y[t * plan.width + column] = from_float<T>(sum[i]);
+      for (int j = 0; j < kHeld; ++j) {
+        const int64_t i = first + j * teams.threads;
+        P result;
+#pragma unroll
+        for (int c = 0; c < P::kSize; ++c)
+          result.at[c] = math::from_float<typename P::Element>(sum[j][c]);
+        if (i < packs) store_once(y + t * packs + i, result);
+      }
     }
   }
 }
@@ -180,8 +157,19 @@ Status run_gather_sum(const Call& call, const TensorView& rows, const TensorView
   const Plan plan = plan_of(call, false);
   Queue queue(call);
   with_type(rows.dtype, [&]<typename T>(T) {
-    queue.launch(gather_sum<T>, grid_for(plan.tokens * ceil_div(plan.width, kColumns), kWarps),
-                 kThreads, 0, plan, rows.as<const T>(), weights_of(call), y.as<T>());
+    with_pack<T>(plan.width, {&rows, &y}, [&]<typename P>(P) {
+      const Teams teams = teams_for(plan.tokens, plan.width / P::kSize);
+      const auto run = [&](auto kernel) {
+        queue.launch(kernel, teams.blocks, kRowThreads, 0, plan, teams, rows.as<const P>(),
+                     weights_of(call), y.as<P>());
+      };
+      // Few slots keep as many loads in flight through several packs of each.
+      if (plan.top_k <= 2) {
+        run(gather_sum<P, 4, 2>);
+      } else {
+        run(gather_sum<P, 1, 8>);
+      }
+    });
   });
   return queue.status();
 }
@@ -191,53 +179,6 @@ DUOMOE_KERNEL(kCuda, permute_bwd) {
 }
 
 DUOMOE_KERNEL(kCuda, combine) { return run_gather_sum(call, call.in("rows"), call.out("y")); }
-
-// --- scaling -------------------------------------------------------------------------------------
-
-// y[t] = scale[t] * x[t]. One warp per row.
-template <typename T>
-__global__ void scale_tokens(int64_t tokens, int64_t width, const T* x, const float* scale, T* y) {
-  for (int64_t t = grid_warp(); t < tokens; t += grid_warps()) {
-    for (int64_t i = t * width + lane_id(); i < (t + 1) * width; i += kLanes)
-      y[i] = from_float<T>(scale[t] * to_float(x[i]));
-  }
-}
-
-// dots[t] = dot(a[t], b[t]), in the lane order of math/router.h. One warp per row.
-template <typename T>
-__global__ void dot_tokens(int64_t tokens, int64_t width, const T* a, const T* b, float* dots) {
-  for (int64_t t = grid_warp(); t < tokens; t += grid_warps()) {
-    const float dot = lane_sum(
-        width, [=](int64_t i) { return to_float(a[t * width + i]) * to_float(b[t * width + i]); });
-    if (lane_id() == 0) dots[t] = dot;
-  }
-}
-
-void run_scale_tokens(Queue& queue, const Call& call, const TensorView& x, const TensorView& y) {
-  const int64_t tokens = call.axis('T');
-  with_type(x.dtype, [&]<typename T>(T) {
-    queue.launch(scale_tokens<T>, grid_for(tokens, kWarps), kThreads, 0, tokens, call.axis('D'),
-                 x.as<const T>(), call.in("scale").as<const float>(), y.as<T>());
-  });
-}
-
-DUOMOE_KERNEL(kCuda, scale_rows) {
-  Queue queue(call);
-  run_scale_tokens(queue, call, call.in("x"), call.out("y"));
-  return queue.status();
-}
-
-DUOMOE_KERNEL(kCuda, scale_rows_bwd) {
-  const int64_t tokens = call.axis('T');
-  const TensorView &x = call.in("x"), &grad_y = call.in("grad_y");
-  Queue queue(call);
-  run_scale_tokens(queue, call, grad_y, call.out("grad_x"));
-  with_type(x.dtype, [&]<typename T>(T) {
-    queue.launch(dot_tokens<T>, grid_for(tokens, kWarps), kThreads, 0, tokens, call.axis('D'),
-                 x.as<const T>(), grad_y.as<const T>(), call.out("grad_scale").as<float>());
-  });
-  return queue.status();
-}
 
 }  // namespace
 }  // namespace duomoe::cuda
