@@ -25,6 +25,32 @@ inline int64_t grid_for(int64_t items, int64_t per_block) {
   return std::min<int64_t>(ceil_div(items, per_block), 1 << 20);
 }
 
+// A kernel launched with Queue::launch_early may start once every block of the kernel before it has
+// called let_next_kernel_start or ended. Before it calls wait_for_kernel_before (every thread
+// must), it writes nothing outside its block and reads nothing that the kernels before it write.
+// These need code for compute capability 9.0: with code for anything older in the build, kernels
+// start in turn.
+__device__ inline void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_kernel_before() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+constexpr bool kernels_can_overlap() {
+#ifdef __CUDA_ARCH_LIST__
+  for (int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch < 900) return false;
+  }
+  return true;
+#else
+  return false;
+#endif
+}
+
 // The work of one call, in stream order. The first error stays; what comes after it is skipped.
 class Queue {
  public:
@@ -44,24 +70,22 @@ class Queue {
     check(cudaGetLastError());
   }
 
-  // The same for a kernel that calls wait_for_previous_kernel() before it touches what the kernel
-  // before it in this queue writes, so that it may start while that one ends.
+  // After a launch of this queue: nothing else of the call lies between the two kernels.
   template <typename... Parameters, typename... Arguments>
   void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
                     const Arguments&... arguments) {
-    if (!status_.ok() || blocks <= 0) return;
-    if (blocks > std::numeric_limits<int32_t>::max() || !has_early_start()) {
+    if (!kernels_can_overlap() || blocks > std::numeric_limits<int32_t>::max())
       return launch(kernel, blocks, threads, shared_bytes, arguments...);
-    }
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    if (!status_.ok() || blocks <= 0) return;
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(static_cast<unsigned>(blocks));
     config.blockDim = dim3(static_cast<unsigned>(threads));
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream_;
-    config.attrs = &attribute;
+    config.attrs = &overlap;
     config.numAttrs = 1;
     check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
   }
@@ -114,15 +138,6 @@ class Queue {
   const Status& status() const { return status_; }
 
  private:
-  // Programmatic dependent launch, of Hopper and later.
-  bool has_early_start() {
-    int device = 0, major = 0;
-    check(cudaGetDevice(&device));
-    if (status_.ok())
-      check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major >= 9;
-  }
-
   void check(cudaError_t error) {
     if (error != cudaSuccess) status_ = {std::string("CUDA error: ") + cudaGetErrorString(error)};
   }
@@ -131,18 +146,6 @@ class Queue {
   cudaStream_t stream_;
   Status status_;
 };
-
-// For kernels of Queue::launch_early, and for those before them.
-__device__ inline void wait_for_previous_kernel() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-__device__ inline void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
-}
 
 // f(T{}) with the C++ type of a float dtype.
 template <typename F>

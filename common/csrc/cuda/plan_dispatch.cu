@@ -1,12 +1,14 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// A stable counting sort of the slots by expert. One warp walks through one block of slots, 32 at a
-// time: first it counts each expert's slots; then, when a prefix over the blocks has turned the
-// counts into places, it gives every slot its rank among the expert's slots.
+// A stable counting sort of the slots by expert: that of slot_sort.cuh, or for more experts than
+// shared memory holds the one here. There one warp walks through one block of slots, 32 at a time:
+// first it counts each expert's slots; then, when a prefix over the blocks has turned the counts
+// into places, it gives every slot its rank among the expert's slots.
 #include "../options.h"
 #include "launch.h"
 #include "slot_order.cuh"
+#include "slot_sort.cuh"
 
 namespace duomoe::cuda {
 namespace {
@@ -15,9 +17,18 @@ constexpr int kThreads = 256;
 constexpr int64_t kMinSlotsPerBlock = 512;
 constexpr int64_t kMaxBlocks = 1024;
 
+// -- more experts than shared memory holds --------------------------------------------------------
+
 struct Slots {
   const int32_t* expert_of_slot;
   int64_t count, experts, per_block, blocks;
+
+  Slots(const int32_t* ids, int64_t slots, int64_t num_experts)
+      : expert_of_slot(ids),
+        count(slots),
+        experts(num_experts),
+        per_block(std::max(kMinSlotsPerBlock, ceil_div(slots, kMaxBlocks))),
+        blocks(ceil_div(slots, per_block)) {}
 };
 
 // for_items_in_order over the slots of a block, by expert; slots with ids outside [0, E) are
@@ -34,14 +45,14 @@ __device__ void for_slots_in_order(const Slots& slots, int64_t block, int32_t* p
 }
 
 // places[b][e], zero before: the slots of expert e in block b.
-__global__ void count_slots(Slots slots, int32_t* places) {
+__global__ void walk_and_count(Slots slots, int32_t* places) {
   for (int64_t b = grid_warp(); b < slots.blocks; b += grid_warps()) {
     for_slots_in_order(slots, b, places + b * slots.experts, [](int64_t, int32_t, int32_t) {});
   }
 }
 
 // places[b][e] becomes the rank of the block's first slot of the expert. One thread per expert.
-__global__ void sum_over_blocks(Slots slots, int32_t* places, int32_t* routed_counts) {
+__global__ void walk_blocks(Slots slots, int32_t* places, int32_t* routed_counts) {
   const int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (e >= slots.experts) return;
   int32_t total = 0;
@@ -56,9 +67,10 @@ __global__ void sum_over_blocks(Slots slots, int32_t* places, int32_t* routed_co
 // Blocks of rows start at multiples of `alignment`; what passes the last row is dropped, and
 // cutting every offset at num_rows is what dropping does to the sum. first[e]: the slots of the
 // experts before e. One warp.
-__global__ void place_experts(int64_t experts, int64_t capacity, int64_t alignment,
-                              int64_t num_rows, const int32_t* routed_counts,
-                              int32_t* expert_counts, int32_t* expert_offsets, int64_t* first) {
+__global__ void place_many_experts(int64_t experts, int64_t capacity, int64_t alignment,
+                                   int64_t num_rows, const int32_t* routed_counts,
+                                   int32_t* expert_counts, int32_t* expert_offsets,
+                                   int64_t* first) {
   int64_t rows_before = 0, slots_before = 0;
   for (int64_t begin = 0; begin < experts; begin += kLanes) {
     const int64_t e = begin + lane_id();
@@ -105,6 +117,29 @@ __global__ void sort_slots(Slots slots, int32_t* places, const int64_t* first, c
                        });
   }
 }
+
+void sort_by_many_experts(Queue& queue, const Slots& slots, const Rows& rows, int32_t* places) {
+  constexpr int64_t kBytes = sizeof(int32_t);
+  const int64_t grid = ceil_div(slots.blocks, kThreads / kLanes);
+  queue.fill(rows.row_of_slot, 0xff, slots.count * kBytes);
+  queue.fill(rows.slot_of_row, 0xff, int64_t{rows.num_rows} * kBytes);
+  queue.fill(places, 0, slots.blocks * slots.experts * kBytes);
+  queue.launch(walk_and_count, grid, kThreads, 0, slots, places);
+  queue.launch(walk_blocks, ceil_div(slots.experts, kThreads), kThreads, 0, slots, places,
+               rows.routed_counts);
+  queue.launch(place_many_experts, 1, kLanes, 0, slots.experts, int64_t{rows.capacity},
+               int64_t{rows.alignment}, int64_t{rows.num_rows}, rows.routed_counts,
+               rows.expert_counts, rows.expert_offsets, rows.first);
+  if (rows.sorted_slots) {
+    queue.launch(sort_slots, grid, kThreads, 0, slots, places, rows.first, rows.weights,
+                 rows.sorted_slots, rows.sorted_keys);
+  } else {
+    queue.launch(keep_first, grid, kThreads, 0, slots, places, rows.expert_counts,
+                 rows.expert_offsets, rows.row_of_slot, rows.slot_of_row);
+  }
+}
+
+// -- drop_order = "weight" ------------------------------------------------------------------------
 
 constexpr int kSelectThreads = 1024;
 
@@ -180,47 +215,70 @@ __global__ void __launch_bounds__(kSelectThreads)
   }
 }
 
+// What a call needs of scratch memory, and how it cuts the slots: from axes and attributes alone.
+struct Layout {
+  int64_t experts, count;
+  bool by_weight, many;
+  int64_t places, weighted_slots, weighted_experts;  // elements of the pieces of scratch
+
+  explicit Layout(const Call& call)
+      : experts(call.axis('E')),
+        count(call.axis('T') * call.axis('K')),
+        by_weight(call.choice<DropOrder>("drop_order") == DropOrder::kWeight &&
+                  call.integer("capacity") >= 0),
+        many(experts > kMaxSortExperts),
+        places(many ? Slots(nullptr, count, experts).blocks * experts
+                    : SlotBlocks(nullptr, count, experts).words()),
+        weighted_slots(by_weight ? count : 0),
+        weighted_experts(by_weight ? experts : 0) {}
+
+  int64_t bytes() const {
+    constexpr int64_t kUnit = 256;
+    const auto piece = [](int64_t n, int64_t size) { return ceil_div(n * size, kUnit) * kUnit; };
+    return piece(places, sizeof(int32_t)) + piece(weighted_experts, sizeof(int64_t)) +
+           piece(weighted_slots, sizeof(int32_t)) + piece(weighted_slots, sizeof(uint32_t));
+  }
+};
+
+// All scratch memory of a call, each piece rounded up to 256 bytes.
+[[maybe_unused]] static int64_t plan_dispatch_workspace(const Call& call) {
+  return Layout(call).bytes();
+}
+
 DUOMOE_KERNEL(kCuda, plan_dispatch) {
-  const int64_t experts = call.axis('E'), num_rows = call.axis('R');
-  const int64_t capacity = call.integer("capacity");
-  const bool by_weight =
-      call.choice<DropOrder>("drop_order") == DropOrder::kWeight && capacity >= 0;
-  Slots slots{.expert_of_slot = call.in("indices").as<const int32_t>(),
-              .count = call.axis('T') * call.axis('K'),
-              .experts = experts,
-              .per_block = 0,
-              .blocks = 0};
-  slots.per_block = std::max(kMinSlotsPerBlock, ceil_div(slots.count, kMaxBlocks));
-  slots.blocks = ceil_div(slots.count, slots.per_block);
-  const int64_t grid = ceil_div(slots.blocks, kThreads / kLanes);
-  int32_t* row_of_slot = call.out("row_of_slot").as<int32_t>();
-  int32_t* slot_of_row = call.out("slot_of_row").as<int32_t>();
-  int32_t* expert_counts = call.out("expert_counts").as<int32_t>();
-  int32_t* routed_counts = call.out("routed_counts").as<int32_t>();
-  int32_t* expert_offsets = call.out("expert_offsets").as<int32_t>();
+  const Layout layout(call);
+  const int64_t experts = layout.experts, count = layout.count, capacity = call.integer("capacity");
+  const int32_t* ids = call.in("indices").as<const int32_t>();
 
   Queue queue(call);
-  queue.fill(call.out("row_of_slot"), 0xff);
-  queue.fill(call.out("slot_of_row"), 0xff);
-  int32_t* places = queue.scratch<int32_t>(slots.blocks * experts);
-  int64_t* first = by_weight ? queue.scratch<int64_t>(experts) : nullptr;
-  queue.fill(places, 0, slots.blocks * experts * static_cast<int64_t>(sizeof(int32_t)));
-  queue.launch(count_slots, grid, kThreads, 0, slots, places);
-  queue.launch(sum_over_blocks, ceil_div(experts, kThreads), kThreads, 0, slots, places,
-               routed_counts);
-  queue.launch(place_experts, 1, kLanes, 0, experts, capacity, call.integer("alignment"), num_rows,
-               routed_counts, expert_counts, expert_offsets, first);
-  if (!by_weight) {
-    queue.launch(keep_first, grid, kThreads, 0, slots, places, expert_counts, expert_offsets,
-                 row_of_slot, slot_of_row);
-    return queue.status();
+  uint32_t* places = queue.scratch<uint32_t>(layout.places);
+  Rows rows{.num_rows = static_cast<uint32_t>(call.axis('R')),
+            .capacity = static_cast<uint32_t>(
+                capacity >= 0 && capacity < count ? capacity : count),  // no expert has more
+            .alignment = static_cast<uint32_t>(call.integer("alignment")),
+            .row_of_slot = call.out("row_of_slot").as<int32_t>(),
+            .slot_of_row = call.out("slot_of_row").as<int32_t>(),
+            .expert_counts = call.out("expert_counts").as<int32_t>(),
+            .routed_counts = call.out("routed_counts").as<int32_t>(),
+            .expert_offsets = call.out("expert_offsets").as<int32_t>(),
+            .weights = layout.by_weight ? call.in("weights").as<const float>() : nullptr,
+            .sorted_slots = nullptr,
+            .sorted_keys = nullptr,
+            .first = nullptr};
+  rows.first = queue.scratch<int64_t>(layout.weighted_experts);
+  rows.sorted_slots = queue.scratch<int32_t>(layout.weighted_slots);
+  rows.sorted_keys = queue.scratch<uint32_t>(layout.weighted_slots);
+  if (layout.many) {
+    sort_by_many_experts(queue, Slots(ids, count, experts), rows,
+                         reinterpret_cast<int32_t*>(places));
+  } else {
+    sort_by_expert(queue, SlotBlocks(ids, count, experts), rows, places);
   }
-  int32_t* sorted_slots = queue.scratch<int32_t>(slots.count);
-  uint32_t* sorted_keys = queue.scratch<uint32_t>(slots.count);
-  queue.launch(sort_slots, grid, kThreads, 0, slots, places, first,
-               call.in("weights").as<const float>(), sorted_slots, sorted_keys);
-  queue.launch(keep_largest, experts, kSelectThreads, 0, capacity, first, sorted_slots, sorted_keys,
-               routed_counts, expert_counts, expert_offsets, row_of_slot, slot_of_row);
+  if (layout.by_weight && count > 0) {
+    queue.launch(keep_largest, experts, kSelectThreads, 0, capacity, rows.first, rows.sorted_slots,
+                 rows.sorted_keys, rows.routed_counts, rows.expert_counts, rows.expert_offsets,
+                 rows.row_of_slot, rows.slot_of_row);
+  }
   return queue.status();
 }
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kJoinColumns* math::kStrands)
     if (run.begin < run.end) chunks = (run.end - run.begin + a.chunk_length - 1) / a.chunk_length;
   }
   const int64_t first = at * a.chunks_per_run;
-  wait_for_previous_kernel();
+  wait_for_kernel_before();
 
   float sum = 0.0f;
   int32_t count = 0, loss_count = 0;

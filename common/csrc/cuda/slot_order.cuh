@@ -1,7 +1,7 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The inner step of a stable counting sort.
+// The inner steps of a stable counting sort.
 #pragma once
 
 #include "warp.h"
@@ -26,6 +26,19 @@ __device__ void for_items_in_order(int64_t begin, int64_t end, int32_t* place, K
     if (used && before == 0) place[k] = old_place + __popc(peers);
     __syncwarp();
   }
+}
+
+// The lanes with this lane's key, for keys in [0, 2^bits); of no use to a lane with a negative key.
+// The time does not depend on the keys.
+__device__ inline unsigned lanes_with_key(int32_t key, int bits) {
+  unsigned peers = __ballot_sync(kAllLanes, key >= 0);
+#pragma unroll 4
+  for (int bit = 0; bit < bits; ++bit) {
+    const bool set = (key >> bit) & 1;
+    const unsigned votes = __ballot_sync(kAllLanes, set);
+    peers &= set ? votes : ~votes;
+  }
+  return peers;
 }
 
 __device__ inline int64_t sum_of_lanes_up_to_mine(int64_t x) {
