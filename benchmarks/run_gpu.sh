@@ -21,13 +21,11 @@ step() {  # step NAME COMMAND...: one log a step, the tail on the terminal
 }
 step build env DUOMOE_CUDA=1 DUOMOE_REQUIRE=jax,torch python3 -m pip install --no-build-isolation --no-deps --editable .
 [ -z "$failed" ] || exit 1
-step tests python3 -m pytest tests/test_cuda.py tests/test_cuda_experts.py tests/test_oracle.py tests/test_te.py tests/test_te_errors.py tests/test_te_frameworks.py \
-  tests/test_te_permutation.py tests/test_te_chunks.py tests/test_te_permutation_errors.py \
-  tests/test_block.py tests/test_mismatches.py tests/test_balance.py tests/test_router_selection.py \
-  tests/test_router_weights.py tests/test_losses.py -p no:cacheprovider
+step tests python3 -m pytest -m cuda tests/test_cuda*.py --ignore-glob 'tests/test_cuda_large*' -p no:cacheprovider
+step tests-ops python3 -m pytest -m cuda --ignore-glob 'tests/test_cuda*' -p no:cacheprovider
 step verify-float32 duomoe verify --device cuda --json "$out/verify-float32.json"
 step verify-bfloat16 duomoe verify --device cuda --dtype bfloat16 --json "$out/verify-bfloat16.json"
-step tests-large python3 -m pytest tests/test_cuda_large.py -p no:cacheprovider
+step tests-large python3 -m pytest -m cuda tests/test_cuda_large*.py -p no:cacheprovider
 for tool in memcheck racecheck; do
   step "$tool" compute-sanitizer --tool "$tool" --error-exitcode 3 python3 benchmarks/sanitize.py
 done

@@ -11,15 +11,44 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "4")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # torch's OpenMP threads spin at barriers otherwise, and slow down whatever else runs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# DUOMOE_TEST_DEVICE=cuda runs the tests of single ops on the GPU, in both front ends.
-DEVICE = os.environ.get("DUOMOE_TEST_DEVICE", "cpu")
-os.environ.setdefault("JAX_PLATFORMS", "cpu" if DEVICE == "cpu" else "cuda,cpu")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import pytest
 from adapters import JaxAdapter, TorchAdapter
-from cuda_checks import Check, checker
+from cuda_checks import GPU, Check, checker
+
+# Their tests of single ops and of the block run on the GPU, in both front ends, where
+# DUOMOE_TEST_DEVICE is cuda, which `-m cuda` alone implies on a machine with a GPU.
+ON_DEVICE = (
+    *("test_oracle", "test_oracle_route", "test_oracle_dispatch", "test_block", "test_mismatches"),
+    *("test_balance", "test_losses", "test_router_selection", "test_router_weights", "test_te"),
+    *("test_te_chunks", "test_te_errors", "test_te_frameworks", "test_te_permutation"),
+    "test_te_permutation_errors",
+)
+
+
+def device() -> str:
+    return os.environ.get("DUOMOE_TEST_DEVICE", "cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before a test imports JAX."""
+    if config.option.markexpr == "cuda" and GPU:
+        os.environ.setdefault("DUOMOE_TEST_DEVICE", "cuda")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu" if device() == "cpu" else "cuda,cpu")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m cuda` needs nothing that only other tests import."""
+    name = collection_path.stem
+    other = not name.startswith("test_cuda") and name not in ON_DEVICE
+    return (config.option.markexpr == "cuda" and name.startswith("test_") and other) or None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if device() != "cpu" and item.path.stem in ON_DEVICE:
+        item.add_marker(pytest.mark.cuda)
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +60,7 @@ def jax_adapter() -> JaxAdapter:
 @pytest.fixture(scope="session")
 def torch_adapter() -> TorchAdapter:
     pytest.importorskip("torch", reason="PyTorch is not installed")
-    return TorchAdapter(DEVICE)
+    return TorchAdapter(device())
 
 
 @pytest.fixture(

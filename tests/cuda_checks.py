@@ -18,11 +18,12 @@ try:
 except ImportError:
     torch = None
 
+GPU = torch is not None and torch.cuda.is_available()
 MISSING = [op for op in ops.table() if not library.has_kernel(op, "cuda")]
 MARKS = [
     pytest.mark.cuda,
     pytest.mark.torch,
-    pytest.mark.skipif(torch is None or not torch.cuda.is_available(), reason="torch sees no GPU"),
+    pytest.mark.skipif(not GPU, reason="torch sees no GPU"),
     pytest.mark.skipif(bool(MISSING), reason=f"no CUDA kernel for {', '.join(MISSING)}"),
 ]
 
