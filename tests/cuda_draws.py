@@ -91,6 +91,15 @@ def edges(rng: Rng, t: int, e: int) -> np.ndarray:
     return z * rng.choice(EDGES, (t, 1))
 
 
+def hot_lanes(rng: Rng, t: int, e: int) -> np.ndarray:
+    """Large values in the experts that some of a warp's lanes hold, 1, 2, 4 or 8 neighbours each:
+    the largest value of a lane then says little about how many others exceed it.
+    """
+    hot = rng.random((t, 32)) < rng.choice([0.04, 0.2, 0.5], (t, 1))
+    lane = np.arange(e) // rng.choice([1, 2, 4, 8], (t, 1)) % 32
+    return rng.standard_normal((t, e)) + 8 * np.take_along_axis(hot, lane, axis=1)
+
+
 def whole_rows(rng: Rng, t: int, e: int, value: float) -> np.ndarray:
     return np.where(rng.random((t, 1)) < 0.2, value, rng.standard_normal((t, e)))
 
@@ -107,6 +116,7 @@ ROWS = {  # (rng, T, E, K) -> logits
     "descending": lambda r, t, e, k: -np.sort(r.standard_normal((t, e)), axis=1),
     "one hot": lambda r, t, e, k: one_hot(r, t, e),
     "threshold": lambda r, t, e, k: tied_at_threshold(r, t, e, k),
+    "hot lanes": lambda r, t, e, k: hot_lanes(r, t, e),
     "edges": lambda r, t, e, k: edges(r, t, e),
     "some -inf": lambda r, t, e, k: sprinkled(r, t, e, -np.inf),
     "some inf": lambda r, t, e, k: sprinkled(r, t, e, np.inf),

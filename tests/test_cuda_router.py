@@ -80,6 +80,7 @@ def test_kinds_of_rows(kind: str) -> None:
         "ascending": lambda: (np.diff(z, axis=1) >= 0).all(),
         "descending": lambda: (np.diff(z, axis=1) <= 0).all(),
         "threshold": lambda: ((z == ordered[:, k - 1 : k]).sum(axis=1) > 32).any(),
+        "hot lanes": lambda: ((z > 5).sum(axis=1) > 32).any() and ((z > 5).sum(axis=1) < 9).any(),
         "some -inf": lambda: np.isneginf(z).any() and np.isfinite(z).any(),
         "some inf": lambda: np.isposinf(z).any() and np.isfinite(z).any(),
         "some nan": lambda: np.isnan(z).any() and np.isfinite(z).any(),
