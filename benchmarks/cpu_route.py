@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from duomoe import RouterConfig
+from peers import jax_router, torch_router
 
 import jax_frontend
 import torch_frontend
@@ -84,66 +85,17 @@ SHAPES = [
 ]
 
 
-# -- the same maths in the frameworks --------------------------------------------------------------
-
-
-def torch_router(z: torch.Tensor, bias: torch.Tensor, c: RouterConfig) -> tuple[Any, ...]:
-    """As a Hugging Face DeepSeek-V3 router, and the statistics of both losses."""
-    z = z.float()
-    experts, groups = c.num_experts, c.num_groups
-    if c.score == "softmax":
-        scores = z.softmax(-1)
-    else:
-        scores = z.sigmoid() if c.score == "sigmoid" else torch.nn.functional.softplus(z).sqrt()
-    choice = scores.detach() + bias
-    if groups > 1:
-        members = choice.view(-1, groups, experts // groups)
-        values = members.topk(c.group_score_k, dim=-1)[0].sum(-1)
-        kept = values.topk(c.group_top_k, dim=-1, sorted=False)[1]
-        mask = torch.zeros_like(values).scatter_(1, kept, 1)
-        mask = mask.unsqueeze(-1).expand(members.shape).reshape(choice.shape)
-        choice = choice.masked_fill(~mask.bool(), float("-inf"))
-    ids = choice.topk(c.top_k, dim=-1, sorted=False)[1]
-    weights = scores.gather(1, ids)
-    if c.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + c.eps)
-    shares = scores if c.score == "softmax" else scores / scores.sum(-1, keepdim=True)
-    counts = torch.bincount(ids.flatten(), minlength=experts)
-    return weights * c.scale, shares.sum(0), (z.logsumexp(-1) ** 2).sum(), ids, counts
-
-
-def jax_router(z: jax.Array, bias: jax.Array, c: RouterConfig) -> tuple[Any, ...]:
-    """The same with lax.top_k."""
-    z = z.astype(jnp.float32)
-    experts, groups = c.num_experts, c.num_groups
-    if c.score == "softmax":
-        scores = jax.nn.softmax(z)
-    else:
-        scores = jax.nn.sigmoid(z) if c.score == "sigmoid" else jnp.sqrt(jax.nn.softplus(z))
-    choice = jax.lax.stop_gradient(scores) + bias
-    if groups > 1:
-        members = choice.reshape(-1, groups, experts // groups)
-        values = jax.lax.top_k(members, c.group_score_k)[0].sum(-1)
-        kept = jax.lax.top_k(values, c.group_top_k)[1]
-        mask = jax.nn.one_hot(kept, groups, dtype=bool).any(1)
-        choice = jnp.where(jnp.repeat(mask, experts // groups, axis=1), choice, -jnp.inf)
-    ids = jax.lax.top_k(choice, c.top_k)[1]
-    weights = jnp.take_along_axis(scores, ids, axis=1)
-    if c.normalize:
-        weights = weights / (weights.sum(-1, keepdims=True) + c.eps)
-    shares = scores if c.score == "softmax" else scores / scores.sum(-1, keepdims=True)
-    counts = jnp.bincount(ids.reshape(-1), length=experts)
-    return weights * c.scale, shares.sum(0), (jax.nn.logsumexp(z, -1) ** 2).sum(), ids, counts
+# -- ours, with the outputs of the peers -----------------------------------------------------------
 
 
 def torch_ours(z: torch.Tensor, bias: torch.Tensor | None, c: RouterConfig) -> tuple[Any, ...]:
-    """The same outputs from duomoe."""
+    """What torch_router returns."""
     r = torch_frontend.route(z, c, bias=bias)
     return r.weights, r.score_sums[0], r.logsumexp_sq[0], r.indices, r.expert_counts
 
 
 def jax_ours(z: jax.Array, bias: jax.Array | None, c: RouterConfig) -> tuple[Any, ...]:
-    """The same outputs from duomoe."""
+    """What jax_router returns."""
     r = jax_frontend.route(z, c, bias=bias)
     return r.weights, r.score_sums[0], r.logsumexp_sq[0], r.indices, r.expert_counts
 
