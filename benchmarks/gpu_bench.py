@@ -285,8 +285,9 @@ def report(record: dict[str, Any], full: bool) -> str:
     if full and record["scaling"]:
         keys = ("what", "tokens", "us", "spread", "floor_us", "GB/s")
         parts.append(table(keys, [[r[k] for k in keys] for r in record["scaling"]]))
-    host = [[n, t["us"], t["spread"]] for n, t in record["host"].items()]
-    parts.append(table([f"host us a call, {gpu_host.SHAPE}", "us", "spread"], host))
+    host = [[n, t["us"], t["done"], t["spread"]] for n, t in record["host"].items()]
+    heads = [f"host us a call, {gpu_host.SHAPE}", "issued", "done", "spread"]
+    parts.append(table(heads, host))
     keys = ("target", "limit_us", "us", "floor_us")
     words = {True: "yes", False: "NO", None: "not measured"}
     verdicts = [[v["case"], *(v[k] for k in keys), words[v["met"]]] for v in record["targets"]]

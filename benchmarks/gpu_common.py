@@ -21,6 +21,7 @@ On a CPU (a dry run of the code paths) the same functions measure wall time.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -41,7 +42,7 @@ FLUSH_BYTES = 2**28
 REPLAYS = 20  # of each of the two measurements
 GRAPH_US = 400.0  # a graph should last so long, that launching it does not count
 MIN_CALLS, MAX_CALLS = 4, 128
-SPIN_CYCLES = 150_000  # about 80 us
+SPIN_CYCLES = 300_000  # about 150 us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,25 +205,27 @@ class Clock:
         return of_two(*samples, calls)
 
 
-def host_time(clock: Clock, run: Run, calls: int) -> Time:
-    """Wall microseconds in which the host issues one of many asynchronous calls.
+def host_time(clock: Clock, run: Run, calls: int, wait: Callable[[Any], Any]) -> dict[str, float]:
+    """Wall microseconds a call of many asynchronous ones: `us` until the host has issued it, `done`
+    until all results are there (`wait` waits for one).
 
-    Waiting for the device is left out; it must not be slower than the host, or its full queue makes
-    the host wait.
+    The device must not be slower than the host, or its full queue makes the host wait; `done` is
+    much larger than `us` then.
     """
 
-    def once() -> float:
+    def once() -> tuple[float, float]:
         clock.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
-            run()
-        took = 1e6 * (time.perf_counter() - start)
-        clock.synchronize()
-        return took
+            last = run()
+        issued = time.perf_counter()
+        wait(last)
+        return 1e6 * (issued - start), 1e6 * (time.perf_counter() - start)
 
     once()
-    samples = [[once() for _ in range(5)] for _ in range(2)]
-    return of_two(*samples, calls)
+    issued, done = zip(*(once() for _ in range(10)), strict=True)
+    took = of_two(issued[::2], issued[1::2], calls)
+    return {"us": took.us, "spread": took.spread, "done": statistics.median(done) / calls}
 
 
 # -- record ----------------------------------------------------------------------------------------
@@ -236,9 +239,10 @@ def machine(clock: Clock) -> dict[str, Any]:
 
     device, driver = "cpu, a dry run", None
     if clock.cuda:
-        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-        device, driver = (part.strip() for part in (found.splitlines()[0] + ",").split(",")[:2])
+        device = torch.cuda.get_device_name()
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError):
+            driver = subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0]
     return {
         "date": datetime.date.today().isoformat(),
         "device": device,

@@ -99,7 +99,7 @@ class DispatchCase:
         """The same, to be traced."""
         if self.op == "plan_dispatch":
             plan = jax_frontend.plan_dispatch(*arrays, self.experts)
-            return plan.row_of_slot, plan.slot_of_row, plan.expert_offsets
+            return plan.row_of_slot, plan.slot_of_row
         return transforms.call(ops.table()[self.op], self._arguments(arrays), {})
 
     def _arguments(self, inputs: tuple[Any, ...]) -> list[Any]:

@@ -103,17 +103,16 @@ def jax_runs(device: str) -> dict[str, Run]:
 
 
 def measure(clock: Clock, budget: Budget) -> dict[str, dict[str, float]]:
-    """{call: us and spread}."""
+    """{call: what host_time says}."""
+    waits = {torch_runs: lambda _: clock.synchronize(), jax_runs: jax.block_until_ready}
+    calls = CALLS if clock.cuda else 3
     times = {}
-    for make in (torch_runs, jax_runs):
-        runs: dict[str, Run] = budget.guard(
-            f"host: {make.__name__}", lambda m=make: m(clock.device)
-        )
-        for name, run in (runs or {}).items():
-            if budget.allows(f"host: {name}"):
-                calls = CALLS if clock.cuda else 3
-                took = budget.guard(f"host: {name}", lambda r=run, c=calls: host_time(clock, r, c))
+    for make, wait in waits.items():
+        runs = budget.guard(f"host: {make.__name__}", lambda m=make: m(clock.device)) or {}
+        for name, run in runs.items():
+            label = f"host: {name}"
+            if budget.allows(label):
+                took = budget.guard(label, lambda r=run, w=wait: host_time(clock, r, calls, w))
                 if took:
-                    times[name] = {"us": took.us, "spread": took.spread}
-                jax.effects_barrier()
+                    times[name] = took
     return times

@@ -4,12 +4,13 @@
 
 Two jitted functions hold M and M + N independent calls, each on an input set of its own. The
 difference of their wall times, from the call until the results are ready, over N has no cost of
-dispatch and waiting in it: it is the longer of the device's time and of the time in which XLA
-launches a call. So it is an upper bound of device time; for the shortest calls it is XLA's launch.
+dispatch and waiting in it. What it has besides the device's time is the host's handling of one
+call's arrays; and where XLA takes longer to launch a call than the device to run it, the launch is
+what it measures. So it is an upper bound of device time, and loose only for the shortest calls.
 
 Command buffers are off in both, since calls that do not depend on each other may overlap in one;
-XLA then launches them one after another on one stream. Cold as in gpu_common.py: every set is used once,
-and other memory is read before each run.
+XLA then launches them one after another on one stream. Cold as in gpu_common.py: each set is used
+once, and other memory is read before each run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ def to_jax(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def compiled(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> Callable[[], Any]:
     """One program of a call on each set."""
-    program = jax.jit(lambda sets: [f(*s) for s in sets]).lower(sets).compile(SERIAL)
+
+    def calls(sets: list[tuple[Any, ...]]) -> list[Any]:
+        return [f(*s) for s in sets]
+
+    program = jax.jit(calls, compiler_options=SERIAL)
     return lambda: jax.block_until_ready(program(sets))
 
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds duomoe with CUDA into the current Python, runs the GPU tests, the comparison of the front ends, the
-# sanitizers, the GPU check and the memory benchmark: about ten minutes. ONLY="build tests" runs the steps named.
+# sanitizers, the GPU check, the GPU benchmark (BENCH="--quick" shortens it) and the memory benchmark: about ten
+# minutes. ONLY="build tests" runs the steps named.
 # Results go to the folder named (default: out/gpu). Needs nvcc, a GPU, JAX with CUDA, torch with CUDA, and
 # pytest, pybind11, ninja and setuptools in the current Python.
 set -uo pipefail
@@ -31,5 +32,7 @@ for tool in memcheck racecheck; do
 done
 step gpu_check python3 benchmarks/gpu_check.py --out "$out"
 step memory python3 benchmarks/memory.py --device cuda --out "$out"
-for table in gpu_check memory; do [ ! -f "$out/$table.log" ] || cat "$out/$table.log"; done
+# shellcheck disable=SC2086  # several words
+step gpu_bench python3 benchmarks/gpu_bench.py --out "$out" ${BENCH:-}
+for table in gpu_check memory gpu_bench; do [ ! -f "$out/$table.log" ] || cat "$out/$table.log"; done
 [ -z "$failed" ] || { echo "failed:$failed"; exit 1; }
