@@ -1,29 +1,23 @@
 # Copyright 2026 The duomoe authors
 # SPDX-License-Identifier: Apache-2.0
-"""Route forward and backward on a GPU from both front ends: errors against the float64 oracle,
-bits against the CPU core, and device times. Prints a table and writes JSON: `python
-benchmarks/gpu_check.py --out DIR`.
+"""Route forward and backward on a GPU from both front ends: errors against the float64 oracle and
+bits against the CPU core. Prints a table and writes JSON: `python benchmarks/gpu_check.py --out
+DIR`. gpu_bench.py has the times.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
-import statistics
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import duomoe
 import jax
-import jaxlib
 import numpy as np
-import torch
 from duomoe import RouterConfig, ops, oracle
 from duomoe.verification.adapters import DTYPES, JaxAdapter, TorchAdapter, bits
+from gpu_common import Clock, machine
 
 SEED = 20260
 CPU_BITS = "bits equal the CPU's"
@@ -62,12 +56,6 @@ CHECKED = [
     Shape(512, RouterConfig(8, 2)),
     Shape(512, RouterConfig(896, 16, score="sqrtsoftplus"), bias=True),
     Shape(512, RouterConfig(32, 4, select_on="logit", score_scope="selected"), "bfloat16"),
-]
-TIMED = [
-    Shape(16384, RouterConfig(256, 8, score="sigmoid"), bias=True),
-    Shape(16384, RouterConfig(256, 8, score="sigmoid"), "bfloat16", bias=True),
-    Shape(32768, RouterConfig(128, 8)),
-    Shape(8192, RouterConfig(8, 2)),
 ]
 
 
@@ -117,78 +105,10 @@ def check(shape: Shape, gpu: Any, cpu: Any, rng: np.random.Generator) -> dict[st
     }
 
 
-def device_time(f: Callable[[], Any], repeats: int = 30) -> float:
-    """Median microseconds of a graph replay."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            f()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def copy_ceiling() -> float:
-    """Bytes per microsecond of a large elementwise kernel, reads and writes counted."""
-    a = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
-    b = torch.empty_like(a)
-    return 2 * a.numel() * 4 / device_time(lambda: torch.neg(a, out=b), 10)
-
-
-def eager_route(
-    z: torch.Tensor, bias: torch.Tensor | None, config: RouterConfig
-) -> tuple[torch.Tensor, ...]:
-    """The same maths in torch's own ops."""
-    z = z.float()
-    s = z.softmax(-1) if config.score == "softmax" else z.sigmoid()
-    ids = (s if bias is None else s + bias).topk(config.top_k, -1).indices
-    w = s.gather(1, ids)
-    p = s / s.sum(-1, keepdim=True)
-    # Not bincount: it synchronises with the host.
-    counts = torch.zeros(config.num_experts, device=z.device).scatter_add_(
-        0, ids.flatten(), torch.ones(ids.numel(), device=z.device)
-    )
-    return w / w.sum(-1, keepdim=True), ids, counts, p.sum(0), z.logsumexp(-1).square().sum()
-
-
-def timing(shape: Shape, ceiling: float, rng: np.random.Generator) -> dict[str, Any]:
-    """Device times of one case in torch; the logits of one replay lie in the L2 cache of the
-    next.
-    """
-    adapter = TorchAdapter("cuda")
-    arrays = {k: adapter.array(v) for k, v in draw(shape, rng).items()}
-    z, bias = arrays["logits"], arrays.get("bias")
-    values = ops.table()["route"].attribute_values(shape.config.attributes(num_sequences=1))
-    route = torch.ops.duomoe.route.default
-    out = route(z, bias, None, None, None, *values)
-    back = ops.table()["route_bwd"].attribute_values(shape.config.attributes(num_sequences=1))
-    ones = [torch.ones_like(out[i]) for i in (0, 4, 5)]
-    route_bwd = torch.ops.duomoe.route_bwd.default
-    bytes_ = z.numel() * z.element_size() + out[0].numel() * 8
-    return {
-        "case": shape.name,
-        "route us": device_time(lambda: route(z, bias, None, None, None, *values)),
-        "route_bwd us": device_time(lambda: route_bwd(z, out[1], None, None, *ones, *back)),
-        "torch eager us": device_time(lambda: eager_route(z, bias, shape.config)),
-        "floor us": bytes_ / ceiling,
-    }
-
-
 def print_report(report: dict[str, Any]) -> None:
     """The report as text."""
     versions = report["versions"]
     print(f"{report['device']}; torch {versions['torch']}, jax {versions['jax']}")
-    print(f"copy ceiling {report['copy ceiling GB/s']:.0f} GB/s\n")
     columns = ("weights", "score_sums", "logsumexp_sq", "grad_logits")
     heads = "".join(f"{c:>13}" for c in columns)
     print(f"{'relative error against float64':44}{'':7}{heads}  CPU bits  JAX = torch")
@@ -199,10 +119,6 @@ def print_report(report: dict[str, Any]) -> None:
             f"{r['case']:44}{r['front end']:7}{errors}  {r[CPU_BITS]!s:9} {r['JAX = torch']!s:11}"
             f" {verdict}"
         )
-    columns = ("route us", "route_bwd us", "torch eager us", "floor us")
-    print(f"\n{'device time':44}" + "".join(f"{c:>16}" for c in columns))
-    for t in report["times"]:
-        print(f"{t['case']:44}" + "".join(f"{t[c]:16.1f}" for c in columns))
 
 
 def main() -> int:
@@ -210,7 +126,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder for gpu_check.json")
     arguments = parser.parse_args()
-    rng = np.random.default_rng(SEED)
     gpus = [JaxAdapter(), TorchAdapter("cuda")]
     assert jax.devices()[0].platform == "gpu", jax.devices()
     cpu = TorchAdapter("cpu")
@@ -230,27 +145,7 @@ def main() -> int:
             )
             failed += not row["passed"]
         rows += pair
-    ceiling = copy_ceiling()
-    times = [timing(shape, ceiling, rng) for shape in TIMED]
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "device": driver,
-        "versions": {
-            "duomoe": duomoe.__version__,
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-        },
-        "copy ceiling GB/s": ceiling / 1e3,
-        "checks": rows,
-        "times": times,
-    }
+    report = {**machine(Clock("cuda")), "checks": rows}
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "gpu_check.json").write_text(json.dumps(report, indent=1) + "\n")
     print_report(report)
