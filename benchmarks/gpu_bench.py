@@ -12,6 +12,7 @@ nothing of one. How times are taken stands in gpu_common.py and gpu_jax.py.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import os
 import signal
@@ -76,7 +77,7 @@ class Bench:
             label = f"{case.name} {l2}"
             if (case.name, l2) in self.rows or not self.budget.allows(label):
                 continue
-            took = self.budget.guard(label, lambda c=case: self._torch(c, l2))
+            took = self.budget.guard(label, self._torch, case, l2)
             if took:
                 row = self.row(case, l2)
                 row.update({"us": took.us, "spread": took.spread})
@@ -98,7 +99,7 @@ class Bench:
             label = f"{case.name}, {column}"
             if not self.budget.allows(label, need):
                 continue
-            took = self.budget.guard(label, lambda c=case: time(self.scaled(c)))
+            took = self.budget.guard(label, time, self.scaled(case))
             if took:
                 self.row(case).update({column: took.us, f"{column} spread": took.spread})
         self.clock.free()
@@ -199,7 +200,7 @@ def measure(bench: Bench, found: dict[str, Any], quick: bool) -> None:
     """All phases, what matters most first; what is no row goes into `found`."""
     budget, clock = bench.budget, bench.clock
     budget.phase("copy ceiling", clock.measure_ceiling)
-    budget.phase("targets", lambda: bench.ours(target_cases()))
+    budget.phase("targets", bench.ours, target_cases())
     budget.phase("host", lambda: found["host"].update(gpu_host.measure(clock, budget)))
     if quick:
         return
@@ -209,17 +210,17 @@ def measure(bench: Bench, found: dict[str, Any], quick: bool) -> None:
         "scaling", lambda: found["scaling"].extend(gpu_scaling.measure(clock, budget, largest))
     )
     hot = [*gpu_router.main_cases(), *gpu_dispatch.plan_cases()]
-    budget.phase("hot", lambda: bench.ours(hot, "hot"))
+    budget.phase("hot", bench.ours, hot, "hot")
     values = [*gpu_router.other_values(), *gpu_dispatch.other_values()]
-    budget.phase("values", lambda: bench.ours(values))
-    budget.phase("sizes", lambda: bench.ours(gpu_router.size_cases()))
+    budget.phase("values", bench.ours, values)
+    budget.phase("sizes", bench.ours, gpu_router.size_cases())
     for column, need, time in (
         (EAGER, 1.0, bench.eager),
-        (JAX_OURS, 2.0, lambda case: gpu_jax.ours(clock, case)),
-        (JAX_PEER, 4.0, lambda case: gpu_jax.peer(clock, case)),
+        (JAX_OURS, 2.0, functools.partial(gpu_jax.ours, clock)),
+        (JAX_PEER, 4.0, functools.partial(gpu_jax.peer, clock)),
         (COMPILED, 8.0, bench.compiled),
     ):
-        budget.phase(column, lambda c=column, n=need, t=time: bench.other(c, peers[c], n, t))
+        budget.phase(column, bench.other, column, peers[column], need, time)
 
 
 def one(name: str, clock: Clock, tiny: bool) -> None:
@@ -236,7 +237,6 @@ def one(name: str, clock: Clock, tiny: bool) -> None:
     if clock.cuda:
         torch.cuda.profiler.start()
     for run in runs:
-        clock.flush()
         run()
     clock.synchronize()
     if clock.cuda:
@@ -288,9 +288,9 @@ def report(record: dict[str, Any], full: bool) -> str:
     host = [[n, t["us"], t["done"], t["spread"]] for n, t in record["host"].items()]
     heads = [f"host us a call, {gpu_host.SHAPE}", "issued", "done", "spread"]
     parts.append(table(heads, host))
-    keys = ("target", "limit_us", "us", "floor_us")
+    columns = ("target", "limit_us", "us", "floor_us")
     words = {True: "yes", False: "NO", None: "not measured"}
-    verdicts = [[v["case"], *(v[k] for k in keys), words[v["met"]]] for v in record["targets"]]
+    verdicts = [[v["case"], *(v[k] for k in columns), words[v["met"]]] for v in record["targets"]]
     parts.append(table(["target", "", "limit", "ours", "floor", "met"], verdicts))
     if record["failed"]:
         parts.append("failed:\n" + "\n".join(f"  {k}: {v}" for k, v in record["failed"].items()))

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-Run = Callable[[], Any]
+Run = Callable[..., Any]
 MakeSet = Callable[[], Run]  # draws fresh inputs; what it returns calls the op on them
 
 COLD_BYTES = 4 * 60e6  # between two uses of a set
@@ -89,17 +89,17 @@ class Budget:
         self.skipped.append(name)
         return False
 
-    def phase(self, name: str, run: Run) -> None:
+    def phase(self, name: str, run: Run, *arguments: Any) -> None:
         """Run a part of the benchmark and note its seconds."""
         start = self.spent()
-        run()
+        run(*arguments)
         self.phases[name] = self.spent() - start
         self.after_phase()
 
-    def guard(self, name: str, run: Run) -> Any:
+    def guard(self, name: str, run: Run, *arguments: Any) -> Any:
         """What `run` returns; None, and a note, where it raises."""
         try:
-            return run()
+            return run(*arguments)
         except Skip as reason:
             self.skipped.append(f"{name} ({reason})")
             return None
@@ -174,13 +174,13 @@ class Clock:
                 graph.capture_end()
         for _ in range(3):
             graph.replay()
-        samples = [[self._replay(graph, hot) for _ in range(REPLAYS)] for _ in range(2)]
+        first, second = ([self._replay(graph, hot) for _ in range(REPLAYS)] for _ in range(2))
         kept.clear()
         runs.clear()
         graph.reset()
         if sets * nbytes > 1e9:
             torch.cuda.empty_cache()
-        return of_two(*samples, calls)
+        return of_two(first, second, calls)
 
     def _replay(self, graph: torch.cuda.CUDAGraph, hot: bool) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -201,8 +201,8 @@ class Clock:
             return 1e6 * (time.perf_counter() - start)
 
         once()
-        samples = [[once() for _ in range(2)] for _ in range(2)]
-        return of_two(*samples, calls)
+        first, second = ([once() for _ in range(2)] for _ in range(2))
+        return of_two(first, second, calls)
 
 
 def host_time(clock: Clock, run: Run, calls: int, wait: Callable[[Any], Any]) -> dict[str, float]:

@@ -91,14 +91,16 @@ class DispatchCase:
         """The public function, or the op that it calls."""
         op = getattr(torch.ops.duomoe, self.op).default
         if self.op == "plan_dispatch":
-            return lambda: torch_frontend.plan_dispatch(*inputs, self.experts)
+            (ids,) = inputs
+            return lambda: torch_frontend.plan_dispatch(ids, self.experts)
         arguments = self._arguments(inputs)
         return lambda: op(*arguments)
 
     def jax_ours(self, *arrays: Any) -> Any:
         """The same, to be traced."""
         if self.op == "plan_dispatch":
-            plan = jax_frontend.plan_dispatch(*arrays, self.experts)
+            (ids,) = arrays
+            plan = jax_frontend.plan_dispatch(ids, self.experts)
             return plan.row_of_slot, plan.slot_of_row
         return transforms.call(ops.table()[self.op], self._arguments(arrays), {})
 
@@ -116,7 +118,8 @@ class DispatchCase:
     def torch_peer(self, *inputs: Any, router: Any = None) -> Run:
         """Stable sort; gather; weighted index_add: torch's own ops, eager."""
         if self.op == "plan_dispatch":
-            return lambda: peers.torch_plan(*inputs, self.experts)
+            (ids,) = inputs
+            return lambda: peers.torch_plan(ids, self.experts)
         *moved, _, slot_of_row, weights = inputs
         return self._peer("torch", moved, slot_of_row.long(), weights)
 
@@ -170,8 +173,10 @@ class LossCase:
         return routing.logsumexp_sq, routing.num_tokens
 
     def _call(self, functions: Any, arrays: tuple[Any, ...]) -> Any:
-        names = ("sequence_counts", "score_sums", "num_tokens")
-        names = names if self.op == "load_balancing_loss" else ("logsumexp_sq", "num_tokens")
+        names = {
+            "load_balancing_loss": ["sequence_counts", "score_sums", "num_tokens"],
+            "z_loss": ["logsumexp_sq", "num_tokens"],
+        }[self.op]
         routing = Routing(None, None, None, **dict(zip(names, arrays, strict=True)))
         if self.op == "load_balancing_loss":
             return functions.load_balancing_loss(routing, RouterConfig(self.experts, self.top_k))

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -104,15 +105,18 @@ def jax_runs(device: str) -> dict[str, Run]:
 
 def measure(clock: Clock, budget: Budget) -> dict[str, dict[str, float]]:
     """{call: what host_time says}."""
-    waits = {torch_runs: lambda _: clock.synchronize(), jax_runs: jax.block_until_ready}
+    waits: list[tuple[Callable[[str], dict[str, Run]], Run]] = [
+        (torch_runs, lambda _: clock.synchronize()),
+        (jax_runs, jax.block_until_ready),
+    ]
     calls = CALLS if clock.cuda else 3
     times = {}
-    for make, wait in waits.items():
-        runs = budget.guard(f"host: {make.__name__}", lambda m=make: m(clock.device)) or {}
+    for make, wait in waits:
+        runs = budget.guard(f"host: {make.__name__}", make, clock.device) or {}
         for name, run in runs.items():
             label = f"host: {name}"
             if budget.allows(label):
-                took = budget.guard(label, lambda r=run, w=wait: host_time(clock, r, calls, w))
+                took = budget.guard(label, host_time, clock, run, calls, wait)
                 if took:
                     times[name] = took
     return times

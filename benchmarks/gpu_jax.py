@@ -15,6 +15,7 @@ once, and other memory is read before each run.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +25,10 @@ import jax
 import torch
 from gpu_common import Clock, Time
 
-SERIAL = {"xla_gpu_graph_min_graph_size": 10**6}
+NO_COMMAND_BUFFERS: tuple[dict[str, Any], ...] = (
+    {"xla_gpu_graph_min_graph_size": 10**6},
+    {"xla_gpu_enable_command_buffer": ""},
+)
 ROUNDS = 8  # of each of the two measurements
 MAX_CALLS = 24
 
@@ -34,13 +38,25 @@ def to_jax(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(x if x is None else jax.dlpack.from_dlpack(x) for x in inputs)
 
 
+@functools.cache
+def serial() -> dict[str, Any]:
+    """The compiler option of this XLA that turns command buffers off."""
+    for options in NO_COMMAND_BUFFERS:
+        try:
+            jax.jit(lambda x: x + 1, compiler_options=options)(1.0)
+        except jax.errors.JaxRuntimeError:
+            continue
+        return options
+    raise RuntimeError("XLA knows none of the options that turn command buffers off")
+
+
 def compiled(f: Callable[..., Any], sets: list[tuple[Any, ...]]) -> Callable[[], Any]:
     """One program of a call on each set."""
 
     def calls(sets: list[tuple[Any, ...]]) -> list[Any]:
         return [f(*s) for s in sets]
 
-    program = jax.jit(calls, compiler_options=SERIAL)
+    program = jax.jit(calls, compiler_options=serial())
     return lambda: jax.block_until_ready(program(sets))
 
 

@@ -101,8 +101,8 @@ class RouteCase:
         z = draw_logits(self.tokens, c.num_experts, self.values, device, dtype)
         bias = None
         if self.bias:
-            # None of its own where the logits make the load.
-            size = 0.1 if self.values == "normal" else 0.0
+            # Small, so that the logits make the loads; 0 where they are to be skewed or tied.
+            size = 0.01 if self.values == "normal" else 0.0
             bias = size * torch.randn(c.num_experts, device=device)
         if self.op == "route":
             return z, bias

@@ -39,15 +39,14 @@ def measure(clock: Clock, budget: Budget, largest: int) -> list[dict[str, Any]]:
     for number, tokens in enumerate(t for t in TOKENS if t <= largest):
         for what, cases in lines().items():
             case = cases[number]
-            if not budget.allows(f"scaling: {what} T={tokens}", 1.0):
+            label = f"scaling: {what} T={tokens}"
+            if not budget.allows(label, 1.0):
                 continue
 
             def make(case: Any = case) -> Any:
                 return case.torch_ours(*case.inputs(clock.device))
 
-            took = budget.guard(
-                f"scaling: {what} T={tokens}", lambda c=case, m=make: clock.time(m, c.set_bytes)
-            )
+            took = budget.guard(label, clock.time, make, case.set_bytes)
             if took:
                 rows.append(
                     {
