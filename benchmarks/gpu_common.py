@@ -104,7 +104,9 @@ class Budget:
             self.skipped.append(f"{name} ({reason})")
             return None
         except Exception as error:  # one contestant's failure must not cost the other rows
-            self.failed[name] = f"{type(error).__name__}: {error}"[:300]
+            # A capture that breaks off reports itself; what broke it is the context.
+            chain = [e for e in (error, error.__context__) if e is not None]
+            self.failed[name] = "; during ".join(f"{type(e).__name__}: {e}"[:300] for e in chain)
             return None
 
 

@@ -30,7 +30,7 @@ NO_COMMAND_BUFFERS: tuple[dict[str, Any], ...] = (
     {"xla_gpu_enable_command_buffer": ""},
 )
 ROUNDS = 8  # of each of the two measurements
-MAX_CALLS = 24
+MAX_CALLS = 16
 
 
 def to_jax(inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from gpu_dispatch import DispatchCase
 from gpu_router import SIGMOID_256, RouteCase
 
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
+MARKERS = {"route": "o", "route_bwd": "s", "plan_dispatch": "^"}
 
 
 def lines() -> dict[str, list[Any]]:
@@ -80,9 +81,9 @@ def plot(path: Path, rows: Sequence[dict[str, Any]], record: dict[str, Any]) -> 
     )  # fmt: skip
     names = list(dict.fromkeys(r["what"] for r in rows))
     colors = matplotlib.colormaps["viridis"]([i / max(len(names), 1) for i in range(len(names))])
-    for name, color, marker in zip(names, colors, "oosstttttt"[: len(names)], strict=True):
+    for name, color in zip(names, colors, strict=True):
         of = [r for r in rows if r["what"] == name]
-        shape = {"o": "o", "s": "s", "t": "^"}[marker]
+        shape = MARKERS[name.split()[0]]
         x, y = [r["tokens"] for r in of], [r["GB/s"] for r in of]
         axes.plot(x, y, color=color, marker=shape, markersize=4, label=name)
     axes.set(
