@@ -33,6 +33,10 @@ DUOMOE_INLINE T join_lanes(T (&lane)[kLanes], F f) {
   return f(lane[0], lane[1]);
 }
 
+DUOMOE_INLINE float add_lanes(float (&lane)[kLanes]) {
+  return join_lanes(lane, [](float a, float b) { return a + b; });
+}
+
 // The sum of f(i) over the slots of a token, or any n elements, in lanes.
 template <typename F>
 DUOMOE_INLINE float lane_sum(int64_t n, F f) {
@@ -42,7 +46,7 @@ DUOMOE_INLINE float lane_sum(int64_t n, F f) {
     for (int l = 0; l < kLanes; ++l) lane[l] += f(i + l);
   }
   for (int l = 0; i + l < n; ++l) lane[l] += f(i + l);
-  return join_lanes(lane, [](float a, float b) { return a + b; });
+  return add_lanes(lane);
 }
 
 // --- sums over a row -----------------------------------------------------------------------------
