@@ -28,15 +28,18 @@ __device__ void for_items_in_order(int64_t begin, int64_t end, int32_t* place, K
   }
 }
 
-// The lanes with this lane's key, for keys in [0, 2^bits); of no use to a lane with a negative key.
-// The time does not depend on the keys.
+// The lanes with this lane's key, for keys in [0, 2^bits) and bits a multiple of 4; of no use to a
+// lane with a negative key. The time does not depend on the keys.
 __device__ inline unsigned lanes_with_key(int32_t key, int bits) {
   unsigned peers = __ballot_sync(kAllLanes, key >= 0);
-#pragma unroll 4
-  for (int bit = 0; bit < bits; ++bit) {
-    const bool set = (key >> bit) & 1;
-    const unsigned votes = __ballot_sync(kAllLanes, set);
-    peers &= set ? votes : ~votes;
+#pragma unroll 1
+  for (int first = 0; first < bits; first += 4) {
+#pragma unroll
+    for (int bit = 0; bit < 4; ++bit) {
+      const bool set = (key >> (first + bit)) & 1;
+      const unsigned votes = __ballot_sync(kAllLanes, set);
+      peers &= set ? votes : ~votes;
+    }
   }
   return peers;
 }

@@ -34,8 +34,8 @@ struct SlotBlocks {
   const int32_t* expert_of_slot = nullptr;
   int64_t count = 0, per_block = 0;
   int32_t blocks = 0, experts = 0;
-  int32_t pitch = 0;  // experts, rounded up to 8 (16 bytes of counts)
-  int32_t id_bits = 0;
+  int32_t pitch = 0;     // experts, rounded up to 8 (16 bytes of counts)
+  int32_t id_bits = 0;   // a multiple of 4
   bool scanned = false;  // 32-bit counts and scan_counts
   // place_slots adds up `groups` groups of `group_rows` rows of counts side by side; what a group
   // sums to fits 16 bits.
@@ -59,7 +59,7 @@ struct SlotBlocks {
         count(slots),
         experts(static_cast<int32_t>(num_experts)),
         pitch(static_cast<int32_t>(ceil_div(num_experts, 8) * 8)) {
-    while ((int64_t{1} << id_bits) < num_experts) ++id_bits;
+    while ((int64_t{1} << id_bits) < num_experts) id_bits += 4;
     const auto cut = [&](int64_t at_most) {
       const int64_t n = std::max<int64_t>(ceil_div(count, at_most), 1);
       const int64_t unit = n <= kTile ? kSortThreads : kTile;
@@ -104,9 +104,11 @@ static __global__ void __launch_bounds__(kSortThreads)
     count_slots(SlotBlocks slots, uint32_t* counts) {
   extern __shared__ uint32_t histogram[];
   let_next_kernel_start();
+#pragma unroll 1
   for (int e = threadIdx.x; e < slots.pitch; e += kSortThreads) histogram[e] = 0;
   __syncthreads();
   const int64_t end = slots.begin(blockIdx.x + 1);
+#pragma unroll 1
   for (int64_t first = slots.begin(blockIdx.x) + threadIdx.x; first < end; first += kTile) {
     int32_t expert[kSteps];
 #pragma unroll
@@ -122,9 +124,11 @@ static __global__ void __launch_bounds__(kSortThreads)
   __syncthreads();
   if (slots.scanned) {
     uint32_t* row = counts + int64_t{blockIdx.x} * slots.pitch;
+#pragma unroll 1
     for (int e = threadIdx.x; e < slots.pitch; e += kSortThreads) row[e] = histogram[e];
   } else {
     uint32_t* row = counts + int64_t{blockIdx.x} * (slots.pitch / 2);
+#pragma unroll 1
     for (int p = threadIdx.x; p < slots.pitch / 2; p += kSortThreads)
       row[p] = histogram[2 * p] | histogram[2 * p + 1] << 16;
   }
@@ -178,6 +182,7 @@ __device__ inline void sum_counts(const SlotBlocks& slots, const uint32_t* count
     const int begin = group * slots.group_rows;
     const int end = min(begin + slots.group_rows, slots.blocks);
     uint4 earlier{}, all{};
+#pragma unroll 1
     for (int first = begin; first < end; first += kLoads) {
       uint4 row[kLoads];
 #pragma unroll
@@ -194,6 +199,7 @@ __device__ inline void sum_counts(const SlotBlocks& slots, const uint32_t* count
   }
   __syncthreads();
   const int pairs = slots.pitch / 2;
+#pragma unroll 1
   for (int i = threadIdx.x; i < 2 * pairs; i += kSortThreads) {
     const bool all = i >= pairs;
     const int p = all ? i - pairs : i;
@@ -224,6 +230,7 @@ __device__ inline uint32_t place_experts(const SlotBlocks& slots, const Rows& ou
   const int first = threadIdx.x * each, last = min(first + each, slots.experts);
   const auto wanted = [&](int e) { return min(limit[e], out.capacity); };
   uint32_t rows = 0, routed = 0;
+#pragma unroll 1
   for (int e = first; e < last; ++e) {
     rows = add_rows(rows, out.padded(wanted(e)));
     routed += limit[e];
@@ -254,6 +261,7 @@ __device__ inline uint32_t place_experts(const SlotBlocks& slots, const Rows& ou
     }
     end = add_rows(end, warp_rows[w]);
   }
+#pragma unroll 1
   for (int e = first; e < last; ++e) {
     const uint32_t all = limit[e], want = wanted(e), room = out.num_rows - row;
     const uint32_t kept = min(want, room), next = add_rows(row, out.padded(want));
@@ -294,6 +302,7 @@ __device__ inline void rank_run(const SlotBlocks& slots, int64_t tile_begin, int
     tile.expert[i] = tile.has(i) ? slots.expert(tile.first + i * kLanes) : -1;
   uint4* words = reinterpret_cast<uint4*>(histogram);
   __syncwarp();  // others may still read what they had of the tile before
+#pragma unroll 1
   for (int i = lane_id(); i < slots.pitch / 8; i += kLanes) words[i] = uint4{};
   __syncwarp();
 #pragma unroll
@@ -332,7 +341,7 @@ __device__ inline uint32_t sum_over_warps(const SlotBlocks& slots, uint16_t* his
 
 // `counts`: the rows of count_slots, or of scan_counts; not read for one tile. More blocks than
 // slots.blocks may be there to write the rows without a slot.
-static __global__ void __launch_bounds__(kSortThreads)
+static __global__ void __launch_bounds__(kSortThreads, 2)
     place_slots(SlotBlocks slots, Rows out, const uint32_t* counts) {
   extern __shared__ uint4 memory[];
   uint4* parts = memory;
@@ -366,6 +375,7 @@ static __global__ void __launch_bounds__(kSortThreads)
         }
       } else if (slots.scanned) {
         const bool counted = block < slots.blocks;
+#pragma unroll 1
         for (int e = threadIdx.x; e < slots.experts; e += kSortThreads) {
           place[e] = counted ? __ldcg(counts + block * slots.pitch + e) : 0;
           limit[e] = static_cast<uint32_t>(__ldcg(out.routed_counts + e));
@@ -399,12 +409,15 @@ static __global__ void __launch_bounds__(kSortThreads)
   } while (tile_begin < end);
 
   // Rows between the experts' last ones and the next multiple of the alignment, and after all.
+#pragma unroll 1
   for (int64_t e = grid_warp(); e < slots.experts; e += grid_warps()) {
     const int64_t gap_end = out.padded(limit[e]);
+#pragma unroll 1
     for (int64_t row = int64_t{limit[e]} + lane_id(); row < gap_end; row += kLanes)
       out.slot_of_row[row] = -1;
   }
   const int64_t step = int64_t{gridDim.x} * kSortThreads;
+#pragma unroll 1
   for (int64_t row = all_rows + int64_t{blockIdx.x} * kSortThreads + threadIdx.x;
        row < out.num_rows; row += step) {
     out.slot_of_row[row] = -1;
