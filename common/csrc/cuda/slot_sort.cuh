@@ -53,7 +53,6 @@ struct SlotBlocks {
     return static_cast<uint32_t>(e) < static_cast<uint32_t>(experts) ? e : -1;
   }
 
-  SlotBlocks() = default;
   SlotBlocks(const int32_t* ids, int64_t slots, int64_t num_experts)
       : expert_of_slot(ids),
         count(slots),
