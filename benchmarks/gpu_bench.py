@@ -4,9 +4,10 @@
 what one writes in torch and JAX: `python benchmarks/gpu_bench.py --out DIR`.
 
 Prints tables and writes gpu_bench.json, gpu_bench.txt (all rows) and bandwidth.svg. `--quick`: the
-targets alone. `--one route_16384_256_8`: that call five times, for a profiler (`ncu
---profile-from-start off`). `--device cpu --tiny`: the code paths without a GPU; its times say
-nothing of one. How times are taken stands in gpu_common.py and gpu_jax.py.
+targets alone. `--seconds`, from the end of the imports: what does not fit is skipped by name.
+`--one route_16384_256_8`: that call five times, for a profiler (`ncu --profile-from-start off`).
+`--device cpu --tiny`: the code paths without a GPU; its times say nothing of one. How times are
+taken stands in gpu_common.py and gpu_jax.py.
 """
 
 from __future__ import annotations
@@ -93,13 +94,13 @@ class Bench:
 
         return self.clock.time(make, case.set_bytes, hot=l2 == "hot")
 
-    def other(self, column: str, cases: Sequence[Any], need: float, time: Any) -> None:
-        """Times of another contestant, cold; `time` takes a case."""
+    def other(self, column: str, cases: Sequence[Any], need: float, timer: Any) -> None:
+        """Times of another contestant, cold; `timer` takes a case."""
         for case in cases:
             label = f"{case.name}, {column}"
             if not self.budget.allows(label, need):
                 continue
-            took = self.budget.guard(label, time, self.scaled(case))
+            took = self.budget.guard(label, timer, self.scaled(case))
             if took:
                 self.row(case).update({column: took.us, f"{column} spread": took.spread})
         self.clock.free()
@@ -214,13 +215,13 @@ def measure(bench: Bench, found: dict[str, Any], quick: bool) -> None:
     values = [*gpu_router.other_values(), *gpu_dispatch.other_values()]
     budget.phase("values", bench.ours, values)
     budget.phase("sizes", bench.ours, gpu_router.size_cases())
-    for column, need, time in (  # `need` seconds must be left: some for the phases after it
+    for column, need, timer in (  # `need` seconds must be left: some for the phases after it
         (EAGER, 1.0, bench.eager),
         (JAX_OURS, 2.0, functools.partial(gpu_jax.ours, clock)),
         (JAX_PEER, 45.0, functools.partial(gpu_jax.peer, clock)),
         (COMPILED, 8.0, bench.compiled),
     ):
-        budget.phase(column, bench.other, column, peers[column], need, time)
+        budget.phase(column, bench.other, column, peers[column], need, timer)
 
 
 def one(name: str, clock: Clock, tiny: bool) -> None:
@@ -312,7 +313,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/gpu"), help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="the targets alone")
-    parser.add_argument("--seconds", type=float, help="skip what does not fit (150; quick: 30)")
+    parser.add_argument("--seconds", type=float, help="skip what does not fit (140; quick: 24)")
     parser.add_argument("--one", help="a case's name: call it five times and leave")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -329,7 +330,7 @@ def main() -> int:
     if options.one:
         one(options.one, clock, options.tiny)
         return 0
-    budget = Budget(options.seconds or (30 if options.quick else 150))
+    budget = Budget(options.seconds or (24 if options.quick else 140))
     bench = Bench(clock, budget, options.tiny)
     gc.collect()
     gc.freeze()

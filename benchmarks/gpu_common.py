@@ -41,7 +41,10 @@ COLD_BYTES = 4 * 60e6  # between two uses of a set
 FLUSH_BYTES = 2**28
 REPLAYS = 20  # of each of the two measurements
 GRAPH_US = 400.0  # a graph should last so long, that launching it does not count
+LONGEST_US = 8000.0  # and no longer than this, of an op that is slower than its bytes say
 MIN_CALLS, MAX_CALLS = 4, 128
+HOST_US = 20_000.0  # at most this long does one sample of host time take
+REPORT_SECONDS = 3.0  # for the plot and the tables
 SPIN_CYCLES = 300_000  # about 150 us
 
 
@@ -79,8 +82,8 @@ class Budget:
         return time.perf_counter() - self.start
 
     def left(self) -> float:
-        """Seconds until the end."""
-        return self.seconds - self.spent()
+        """Seconds until the report should be made."""
+        return self.seconds - REPORT_SECONDS - self.spent()
 
     def allows(self, name: str, need: float = 0.5) -> bool:
         """Whether `need` seconds are left; if not, `name` counts as skipped."""
@@ -106,7 +109,9 @@ class Budget:
         except Exception as error:  # one contestant's failure must not cost the other rows
             # A capture that breaks off reports itself; what broke it is the context.
             chain = [e for e in (error, error.__context__) if e is not None]
-            self.failed[name] = "; during ".join(f"{type(e).__name__}: {e}"[:300] for e in chain)
+            self.failed[name] = "; during ".join(
+                " ".join(f"{type(e).__name__}: {e}"[:300].split()) for e in chain
+            )
             return None
 
 
@@ -161,9 +166,14 @@ class Clock:
         # Here too what autograd will run: a backward pass runs on its forward's stream.
         with torch.cuda.stream(self._stream):
             runs = [make() for _ in range(sets)]
-            for _ in range(2):
-                runs[0]()
+            runs[0]()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            runs[0]()
+            end.record()
         torch.cuda.synchronize()
+        slowest = max(start.elapsed_time(end) * 1e3, 1.0)  # the host's part included
+        calls = max(min(calls, round(LONGEST_US / slowest)), 1)
         kept: list[Any] = [None] * sets
         # Not torch.cuda.graph, which collects garbage and empties the allocator's cache each time.
         # Thread-local: threads of JAX and of autograd may call what a capture forbids.
@@ -215,7 +225,7 @@ def host_time(clock: Clock, run: Run, calls: int, wait: Callable[[Any], Any]) ->
     much larger than `us` then.
     """
 
-    def once() -> tuple[float, float]:
+    def once(calls: int) -> tuple[float, float]:
         clock.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
@@ -224,8 +234,9 @@ def host_time(clock: Clock, run: Run, calls: int, wait: Callable[[Any], Any]) ->
         wait(last)
         return 1e6 * (issued - start), 1e6 * (time.perf_counter() - start)
 
-    once()
-    issued, done = zip(*(once() for _ in range(10)), strict=True)
+    once(1)
+    calls = max(min(calls, int(HOST_US / once(1)[1])), 2)
+    issued, done = zip(*(once(calls) for _ in range(10)), strict=True)
     took = of_two(issued[::2], issued[1::2], calls)
     return {"us": took.us, "spread": took.spread, "done": statistics.median(done) / calls}
 

@@ -18,7 +18,7 @@ import torch_frontend
 
 TOKENS, EXPERTS, TOP_K, WIDTH, HIDDEN = 16, 8, 2, 64, 32
 CONFIG = RouterConfig(EXPERTS, TOP_K)
-CALLS = 200
+CALLS = 200  # at most
 SHAPE = f"T={TOKENS} E={EXPERTS} K={TOP_K} D={WIDTH} F={HIDDEN}"
 
 
