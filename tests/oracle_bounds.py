@@ -310,11 +310,14 @@ def normalize_scores_bwd(inputs: Values, attributes: Values, want: Values) -> Va
 
 
 def aux_loss(inputs: Values, attributes: Values, want: Values) -> Values:
-    # Chunks of `length` tokens are summed in 8 streams, then the streams, then the chunks; each
-    # sum's first addition is to 0. The sum over the columns is in float64.
+    # Chunks of `length` tokens are summed in 8 streams, then the streams, then the chunks in 16
+    # strands, then the strands; each sum's first addition is to 0. The sum over the columns is in
+    # float64.
     tokens = max(1, len(inputs["probs"]))
-    length = 64 * -(-tokens // 2**14)
-    additions = -(-min(tokens, length) // 8) + min(tokens, 8) + -(-tokens // length) - 3
+    length = 8 * max(2, -(-tokens // 2**11))
+    chunks = -(-tokens // length)
+    additions = -(-min(tokens, length) // 8) + min(tokens, 8) + -(-chunks // 16) + min(chunks, 16)
+    additions -= 4
     absolute = {**inputs, **{n: f64(inputs[n]) for n in ("probs", "expert_loads")}}
     sums = oracle.aux_loss(**absolute, **attributes)["loss"]
     return {"loss": U * 1.0001 * (additions + 1) * sums}

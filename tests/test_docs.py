@@ -76,9 +76,11 @@ def test_changelog_names_every_op() -> None:
 # What docs/numerics.md says of the core's constants: the phrase, the header, the name.
 CONSTANTS = (
     (r"(\d+) strided lanes", "math/router.h", "kLanes"),
-    (r"chunks of at least (\d+) tokens", "math/router.h", "kChunkTokens"),
-    (r"at most (\d+) a sequence", "math/router.h", "kMaxChunks"),
+    (r"(\d+) neighbours", "math/router.h", "kAdjacent"),
+    (r"about (\d+) chunks a call", "math/router.h", "kChunks"),
     (r"(\d+) strided streams", "math/router.h", "kStreams"),
+    (r"(\d+) strided strands", "math/router.h", "kStrands"),
+    (r"±(\d+) for the other scores", "math/scalar.h", "kModerate"),
     (r"log score is below (-\d+)", "math/router.h", "kRescueBelow"),
     (r"the depth of a product: blocks of (\d+)", "cpu/simd.h", "kTileDepth"),
 )

@@ -88,12 +88,12 @@ Floats results(const SimdLoops& loops, Score score, const Floats& z, const Float
                const Floats& b) {
   const auto n = static_cast<int64_t>(z.size());
   Floats all = route_results(loops, score, z, g, b), floats(n);
+  append(all, {loops.lane_dot(z.data(), g.data(), n)});
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
     std::vector<char> x(n * 4), y(n * 4), first(n * 4), second(n * 4);
     loops.store(dtype, z.data(), x.data(), n);
     loops.store(dtype, g.data(), y.data(), n);
-    append(all,
-           {loops.dot(dtype, x.data(), y.data(), n), loops.lane_dot(dtype, x.data(), y.data(), n)});
+    append(all, {loops.dot(dtype, x.data(), y.data(), n)});
     auto take = [&](const std::vector<char>& from) {
       loops.load(dtype, from.data(), floats.data(), n);
       append(all, floats);

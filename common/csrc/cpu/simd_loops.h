@@ -9,6 +9,7 @@
 #include "simd_activation.h"
 #include "simd_product.h"
 #include "simd_route.h"
+#include "simd_select.h"
 
 namespace duomoe::cpu {
 namespace {

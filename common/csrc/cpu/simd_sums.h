@@ -49,14 +49,12 @@ DUOMOE_INLINE float lane_sum(int64_t n, F f) {
   return add_lanes(lane);
 }
 
-// --- sums over a row -----------------------------------------------------------------------------
-
 #if defined(__GNUC__) && !defined(__clang__)
 // Everything that takes or returns a vector is inlined, so that its calling convention is moot.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 
-// The columns of a row sum lie in strips of kStrip, each of which holds whole lanes of kAdjacent.
+// Vectors of kStrip elements; comparisons give -1 or 0 in each.
 #if defined(__AVX512F__)
 constexpr int kStrip = 16;
 #elif defined(__AVX2__)
@@ -64,14 +62,36 @@ constexpr int kStrip = 8;
 #else
 constexpr int kStrip = 4;
 #endif
-constexpr int kStrips = kColumns / kStrip;
 using Strip = float __attribute__((vector_size(4 * kStrip)));
+using IntStrip = int32_t __attribute__((vector_size(4 * kStrip)));
+
+template <int... i>
+constexpr IntStrip counted(std::integer_sequence<int, i...>) {
+  return IntStrip{i...};
+}
+constexpr IntStrip kEachOfStrip = counted(std::make_integer_sequence<int, kStrip>{});
 
 DUOMOE_INLINE Strip load_strip(const float* from) {
   Strip v;
   __builtin_memcpy(&v, from, sizeof v);
   return v;
 }
+
+// Whether any element of a comparison is -1.
+DUOMOE_INLINE bool any(const IntStrip& where) {
+#if defined(__AVX512F__)
+  return _mm512_movepi32_mask(reinterpret_cast<__m512i>(where)) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps(reinterpret_cast<__m256>(where)) != 0;
+#else
+  return (where[0] | where[1] | where[2] | where[3]) != 0;
+#endif
+}
+
+// --- sums over a row -----------------------------------------------------------------------------
+
+// The strips of a row sum's columns, each of which holds whole lanes of kAdjacent.
+constexpr int kStrips = kColumns / kStrip;
 
 DUOMOE_INLINE Strip fma_strip(const Strip& a, const Strip& b, const Strip& c) {
 #if defined(__AVX512F__)
@@ -99,16 +119,23 @@ DUOMOE_INLINE Strip shuffled(const Strip& a, const Strip& b, At at) {
   return shuffled(a, b, at, std::make_integer_sequence<int, kStrip>{});
 }
 
+// Every element is the one that lies kDistance, a power of two, away in its block of twice that.
+template <int kDistance>
+DUOMOE_INLINE Strip distant(const Strip& a) {
+  return shuffled(a, a, [](int i) { return i ^ kDistance; });
+}
+
+// a where it is larger, else b; b beside a NaN.
+template <typename T>
+DUOMOE_INLINE T larger_of(const T& a, const T& b) {
+  return a > b ? a : b;
+}
+
 // Sums of neighbours, those of each four elements of a and then those of the same four of b.
 DUOMOE_INLINE Strip add_neighbours(const Strip& a, const Strip& b) {
   constexpr auto even = [](int i) { return (i & ~3) + 2 * (i & 1) + ((i & 2) ? kStrip : 0); };
   constexpr auto odd = [](int i) { return (i & ~3) + 2 * (i & 1) + 1 + ((i & 2) ? kStrip : 0); };
   return shuffled(a, b, even) + shuffled(a, b, odd);
-}
-
-template <int kDistance>
-DUOMOE_INLINE Strip add_distant(const Strip& a) {
-  return a + shuffled(a, a, [](int i) { return i ^ kDistance; });
 }
 
 // The sum of columns, the first kPresent strips of which can be other than +0.
@@ -129,9 +156,10 @@ DUOMOE_INLINE float join_columns(const Strip (&column)[kPresent]) {
 #pragma GCC unroll 8
     for (int j = 0; j < half; ++j) lanes[j] += lanes[j + half];
   }
-  Strip sum = add_distant<1>(add_distant<2>(lanes[0]));
-  if constexpr (kStrip >= 16) sum = add_distant<8>(sum);
-  if constexpr (kStrip >= 8) sum = add_distant<4>(sum);
+  Strip sum = lanes[0] + distant<2>(lanes[0]);
+  sum += distant<1>(sum);
+  if constexpr (kStrip >= 16) sum += distant<8>(sum);
+  if constexpr (kStrip >= 8) sum += distant<4>(sum);
   return sum[0];
 }
 
