@@ -11,7 +11,7 @@ from cuda_targets import TARGETS, Target, check_all
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-COUNTS = {"cpu": 60, "cuda": 300, "jax": 12}
+COUNTS = {"cpu": 60, "cuda": 300, "jax": 24}
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -30,7 +30,7 @@ def test_moving_rows(name: str, part: int) -> None:
         for call in move_calls(choice, target.cpu.call):
             target.check(call)
 
-    count = {"cpu": 20, "cuda": 100, "jax": 5}[name]
+    count = {"cpu": 20, "cuda": 100, "jax": 10}[name]
     check_all(cover(MOVES, count, part), check)
 
 

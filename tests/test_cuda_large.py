@@ -36,6 +36,8 @@ large = pytest.mark.skipif(free_memory() < 40 * GIB, reason="needs 40 GiB of GPU
 EXPERTS = 8
 # Rows and width, just above 2^31 elements.
 SIZES = [(524296, 4096), (299604, 7168)]
+# Tokens, slots of each and width, just above 2^31 elements of rows.
+EIGHT_SLOTS = (37504, 8, 7168)
 CHUNK = 8192
 
 
@@ -124,6 +126,47 @@ def test_combine(tokens: int, width: int, weighted: bool) -> None:
     assert_chunks(grads[0], lambda s: grad_y[token[s]] * at(s, token))
     if weighted:
         assert_dots(grads[1], grad_y, lambda t: rows.detach()[row[t]])
+
+
+@large
+@pytest.mark.parametrize("weighted", [False, True])
+def test_eight_slots_a_token(weighted: bool) -> None:
+    """Rows past 2^31 elements of tokens that have far fewer; every sum is of small integers."""
+    tokens, top_k, width = EIGHT_SLOTS
+    torch.manual_seed(0)
+    ids = torch.rand(tokens, 4 * EXPERTS, device=DEVICE).topk(top_k).indices
+    plan = tf.plan_dispatch(ids.int(), 4 * EXPERTS)
+    slot, row = plan.slot_of_row.long(), plan.row_of_slot.long()
+    exponents = torch.arange(tokens * top_k, device=DEVICE) % 3
+    weights = (2.0**exponents).view(tokens, top_k).requires_grad_() if weighted else None
+    flat = weights.detach().view(-1) if weighted else torch.ones(tokens * top_k, device=DEVICE)
+    # float32 [rows, D]: the row's token of v, times the slot's weight.
+    spread = lambda v, s: flat[slot[s], None] * v[slot[s] // top_k]
+    gathered = lambda v, s: sum(
+        flat.view(row.shape)[s, k, None] * v[row[s, k]] for k in range(top_k)
+    )
+
+    def assert_weight_gradients(got: Any, of_token: Any, of_row: Any) -> None:
+        for t in (0, 1, tokens // 2, tokens - 1):
+            want = of_row[row[t]].double() @ of_token[t].double()
+            assert torch.equal(got[t].double(), want), t
+
+    x, grad_rows = pattern(tokens, width, 3, 2).requires_grad_(), pattern(len(slot), width, 2, 3)
+    rows = tf.permute(x, plan, weights)
+    assert_chunks(rows.detach(), lambda s: spread(x.detach(), s).bfloat16())
+    grads = torch.autograd.grad(rows, [x, weights] if weighted else [x], grad_rows)
+    assert_chunks(grads[0], lambda s: gathered(grad_rows, s).bfloat16())
+    if weighted:
+        assert_weight_gradients(grads[1], x.detach(), grad_rows)
+    del rows, grads
+
+    leaf, grad_y = grad_rows.requires_grad_(), x.detach()
+    y = tf.combine(leaf, plan, weights)
+    assert_chunks(y.detach(), lambda s: gathered(leaf.detach(), s).bfloat16())
+    grads = torch.autograd.grad(y, [leaf, weights] if weighted else [leaf], grad_y)
+    assert_chunks(grads[0], lambda s: spread(grad_y, s).bfloat16())
+    if weighted:
+        assert_weight_gradients(grads[1], grad_y, leaf.detach())
 
 
 @large
