@@ -198,6 +198,7 @@ ROUTER = {
     "counts": ["actual", "unbiased"],
     "mask": [None, None, "random", "blocks", "none left"],
     "given": [None, None, None, "random", "repeated", "wild"],
+    "backward_ids": [None, None, None, "wild", "repeated"],
     "cotangents": ["normal", "zero", "wild", "extreme", "expanded", "weights", "sums", "squares"],
     "place": PLACES,
 }
@@ -293,7 +294,9 @@ def route_bwd_call(choice: Choice, forward: Call, outputs: Values) -> Call:
     """The backward call of a forward one and its outputs."""
     rng, kind = generator({**choice, "backward": True}), choice["cotangents"]
     inputs = {n: forward.inputs.get(n) for n in ("logits", "token_mask", "first_token")}
-    inputs["indices"] = outputs["indices"]
+    t, k = outputs["indices"].shape
+    other = ids_of(rng, choice["backward_ids"], t, k, choice["experts"])
+    inputs["indices"] = outputs["indices"] if other is None else other
     parts = {"weights": "weights", "sums": "score_sums", "squares": "logsumexp_sq"}
     for name in parts.values():
         own = ("normal" if parts[kind] == name else "zero") if kind in parts else kind

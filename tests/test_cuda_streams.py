@@ -57,7 +57,7 @@ class Chain:
         inputs = {n: adapter.array(v).to(getattr(torch, self.dtype)) for n, v in values.items()}
         inputs["logits"] = adapter.array(logits(rng, "finite", t, e, k, self.dtype))
         inputs["bias"] = adapter.array(normal(rng, e, spread=0.1))
-        inputs["token_mask"] = adapter.array(rng.random(t) < 0.9)
+        inputs["token_mask"] = adapter.array((rng.random(t) < 0.9) | (np.arange(t) == 0))
         cotangents = {"weights": (t, k), "score_sums": (1, e), "logsumexp_sq": (1,)}
         for name, shape in cotangents.items():
             inputs["grad_" + name] = adapter.array(normal(rng, *shape))
