@@ -30,7 +30,7 @@ def test_moving_rows(name: str, part: int) -> None:
         for call in move_calls(choice, target.cpu.call):
             target.check(call)
 
-    count = {"cpu": 20, "cuda": 100, "jax": 10}[name]
+    count = {"cpu": 20, "cuda": 150, "jax": 10}[name]
     check_all(cover(MOVES, count, part), check)
 
 

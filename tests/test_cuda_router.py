@@ -24,7 +24,7 @@ from duomoe import ops
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-COUNTS = {"cpu": 60, "cuda": 250, "jax": 32}
+COUNTS = {"cpu": 60, "cuda": 400, "jax": 32}
 
 
 def check_both(target: Target, choice: Choice) -> None:
