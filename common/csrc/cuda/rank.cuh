@@ -77,6 +77,7 @@ __device__ void rank(int count, int top_k, F value, Candidates<kTop>& candidates
     candidates.keys[i] = i < count ? math::order_key(value(candidates.ids[i])) : 0;
   __syncwarp();
   unsigned ranks[2] = {};
+  int taken = 0;
   for (int own = lane_id(); own < count; own += kLanes) {
     const uint32_t key = candidates.keys[own];
     int better = 0;
@@ -85,6 +86,7 @@ __device__ void rank(int count, int top_k, F value, Candidates<kTop>& candidates
       better += (other.x > key) + (other.y > key) + (other.z > key) + (other.w > key);
     }
     if (better >= top_k) continue;
+    ++taken;
     if (kTop <= kLanes || better < kLanes) {
       ranks[0] |= 1u << better;
     } else {
@@ -92,10 +94,11 @@ __device__ void rank(int count, int top_k, F value, Candidates<kTop>& candidates
     }
     candidates.best[better] = candidates.ids[own];
   }
-  // Equal keys leave ranks out.
+  // Equal keys leave ranks out, or take one too many.
+  taken = __reduce_add_sync(kAllLanes, taken);
   int found = __popc(__reduce_or_sync(kAllLanes, ranks[0]));
   if (kTop > kLanes) found += __popc(__reduce_or_sync(kAllLanes, ranks[1]));
-  if (found != top_k) {
+  if (found != top_k || taken != top_k) {
     __syncwarp();
     for (int own = lane_id(); own < count; own += kLanes) {
       const uint32_t key = candidates.keys[own];
