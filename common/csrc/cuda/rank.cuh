@@ -16,7 +16,7 @@ namespace duomoe::cuda {
 template <int kTop>
 struct Candidates {
   static constexpr int kMaxTop = kTop, kRoom = 2 * kTop;
-  alignas(16) uint32_t keys[kRoom];
+  alignas(16) uint64_t keys[kRoom];  // math::composite of value and id
   int32_t ids[kRoom];
   int32_t best[kTop];
 };
@@ -30,25 +30,40 @@ __device__ inline float value_of_signed_key(int key) {
   return math::float_of(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
 }
 
-// The `rank`-th largest distinct value among the kParts maxima of every lane, or the smallest
-// there is: a bound that at least `rank` of them reach, if there are so many.
+// keys[p] == key becomes INT_MIN; the largest key that is left in the warp.
+template <int kParts>
+__device__ int next_largest(int (&keys)[kParts]) {
+  int largest = keys[0];
+#pragma unroll
+  for (int p = 1; p < kParts; ++p) largest = max(largest, keys[p]);
+  const int next = __reduce_max_sync(kAllLanes, largest);
+#pragma unroll
+  for (int p = 0; p < kParts; ++p) keys[p] = keys[p] == next ? INT_MIN : keys[p];
+  return next;
+}
+
+// The `rank`-th or, where `rank` is odd, the next largest distinct value among the kParts maxima of
+// every lane, or the smallest there is: a bound that at least `rank` of them reach, if there are so
+// many.
 template <int kParts>
 __device__ float bound_of_best(const float (&maxima)[kParts], int rank) {
   int keys[kParts];
+  const auto reset = [&] {
 #pragma unroll
-  for (int p = 0; p < kParts; ++p) {
-    keys[p] = maxima[p] > -math::infinity() ? signed_key(maxima[p]) : INT_MIN;
-  }
+    for (int p = 0; p < kParts; ++p)
+      keys[p] = maxima[p] > -math::infinity() ? signed_key(maxima[p]) : INT_MIN;
+  };
+  reset();
   int bound = INT_MIN;
-  for (int r = 0; r < rank; ++r) {
-    int largest = keys[0];
-#pragma unroll
-    for (int p = 1; p < kParts; ++p) largest = keys[p] > largest ? keys[p] : largest;
-    const int next = __reduce_max_sync(kAllLanes, largest);
-    if (next == INT_MIN) break;
-    bound = next;
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) keys[p] = keys[p] == next ? INT_MIN : keys[p];
+#pragma unroll 1
+  for (int r = rank; r > 0; r -= 2) {
+    next_largest(keys);
+    bound = next_largest(keys);
+  }
+  if (bound == INT_MIN) {  // fewer distinct values than rounds
+    reset();
+#pragma unroll 1
+    for (int next; (next = next_largest(keys)) != INT_MIN;) bound = next;
   }
   return bound == INT_MIN ? math::infinity() : value_of_signed_key(bound);
 }
@@ -58,57 +73,59 @@ __device__ float bound_of_best(const float (&maxima)[kParts], int rank) {
 template <int kTop, typename F>
 __device__ int gather(unsigned mask, int count, F id, Candidates<kTop>& candidates) {
   const unsigned lanes_before = (1u << lane_id()) - 1;
-  for (unsigned lanes; (lanes = __ballot_sync(kAllLanes, mask != 0)) != 0;
-       count += __popc(lanes)) {
-    if (mask == 0) continue;
+#pragma unroll 1
+  for (unsigned lanes; (lanes = __ballot_sync(kAllLanes, mask != 0)) != 0;) {
     const int at = count + __popc(lanes & lanes_before);
-    if (at < candidates.kRoom) candidates.ids[at] = id(__ffs(static_cast<int>(mask)) - 1);
-    mask &= mask - 1;
+    const int bit = 31 - __clz(static_cast<int>(mask));
+    if (mask != 0 && at < candidates.kRoom) candidates.ids[at] = id(static_cast<unsigned>(bit));
+    mask &= ~(1u << (bit & 31));
+    count += __popc(lanes);
   }
   return count;
 }
 
-// candidates.best[k] of the K <= count first candidates by (value descending, id ascending).
+// math::composite for a value that is no NaN.
+__device__ inline uint64_t composite_of_number(float x, int32_t id) {
+  const uint32_t bits = math::bits_of(x + 0.0f);  // -0 + 0 = +0
+  const uint32_t key = bits ^ (static_cast<uint32_t>(static_cast<int>(bits) >> 31) | 0x80000000u);
+  return math::composite(key, id);
+}
+
+// a += x > y.
+__device__ inline void count_greater(int& a, uint64_t x, uint64_t y) {
+  asm("{\n\t.reg .pred p;\n\tsetp.gt.u64 p, %1, %2;\n\t@p add.s32 %0, %0, 1;\n\t}"
+      : "+r"(a)
+      : "l"(x), "l"(y));
+}
+
+// candidates.best[k] of the K <= count first candidates by (value descending, id ascending). Their
+// values are numbers.
 template <int kTop, typename F>
 __device__ void rank(int count, int top_k, F value, Candidates<kTop>& candidates) {
   __syncwarp();
-  const int end = (count + kLanes - 1) / kLanes * kLanes;
-  for (int i = lane_id(); i < end; i += kLanes)
-    candidates.keys[i] = i < count ? math::order_key(value(candidates.ids[i])) : 0;
-  __syncwarp();
-  unsigned ranks[2] = {};
-  int taken = 0;
-  for (int own = lane_id(); own < count; own += kLanes) {
-    const uint32_t key = candidates.keys[own];
-    int better = 0;
-    for (int i = 0; i < count; i += 4) {
-      const uint4 other = *reinterpret_cast<const uint4*>(&candidates.keys[i]);
-      better += (other.x > key) + (other.y > key) + (other.z > key) + (other.w > key);
-    }
-    if (better >= top_k) continue;
-    ++taken;
-    if (kTop <= kLanes || better < kLanes) {
-      ranks[0] |= 1u << better;
-    } else {
-      ranks[1] |= 1u << (better - kLanes);
-    }
-    candidates.best[better] = candidates.ids[own];
+#pragma unroll 1
+  for (int first = 0; first < count; first += kLanes) {
+    const int own = first + lane_id();
+    // 0 below every candidate, where a pair has no second.
+    candidates.keys[own] =
+        own < count ? composite_of_number(value(candidates.ids[own]), candidates.ids[own]) : 0;
   }
-  // Equal keys leave ranks out, or take one too many.
-  taken = __reduce_add_sync(kAllLanes, taken);
-  int found = __popc(__reduce_or_sync(kAllLanes, ranks[0]));
-  if (kTop > kLanes) found += __popc(__reduce_or_sync(kAllLanes, ranks[1]));
-  if (found != top_k || taken != top_k) {
-    __syncwarp();
-    for (int own = lane_id(); own < count; own += kLanes) {
-      const uint32_t key = candidates.keys[own];
-      const int32_t id = candidates.ids[own];
-      int better = 0;
-      for (int i = 0; i < count; ++i) {
-        better += candidates.keys[i] > key || (candidates.keys[i] == key && candidates.ids[i] < id);
-      }
-      if (better < top_k) candidates.best[better] = id;
+  __syncwarp();
+#pragma unroll 1
+  for (int first = 0; first < count; first += kLanes) {
+    const int own = first + lane_id();
+    const uint64_t key = candidates.keys[own];
+    int better = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; i += 4) {
+      const ulonglong2 one = *reinterpret_cast<const ulonglong2*>(&candidates.keys[i]);
+      const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&candidates.keys[i + 2]);
+      count_greater(better, one.x, key);
+      count_greater(better, one.y, key);
+      count_greater(better, two.x, key);
+      count_greater(better, two.y, key);
     }
+    if (own < count && better < top_k) candidates.best[better] = math::id_of(key);
   }
   __syncwarp();
 }
