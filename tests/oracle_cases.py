@@ -89,6 +89,9 @@ def routing_options() -> Iterator[tuple[tuple[int, int, int], dict[str, Any]]]:
         for first in (0, 13, 26, 39, 52):
             slice_ = {"first_token": first, "total_tokens": 40, "num_sequences": 4, "mask": True}
             yield (13, 8, 2), {"score": score, **slice_}
+    for score, experts in itertools.product(SCORES, (8, 64, 130)):
+        yield (65, experts, 3), {"score": score, "kind": "limit"}
+        yield (65, experts, 3), {"score": score, "kind": "limit", "given": True, "normalize": False}
     yield (65, 64, 6), {"score_scope": "selected", "select_on": "logit", "dtype": "bfloat16"}
     for kind in ("huge", "far", "low", "lower", "lowest"):
         for score, normalize in itertools.product(SCORES, (True, False)):

@@ -63,6 +63,10 @@ def is_decided(z: np.ndarray, attributes: Attributes, bias: np.ndarray | None) -
 def draw_row(rng: np.random.Generator, kind: str, experts: int) -> np.ndarray:
     """Logits of one token. On the grid they are exact in all dtypes, with many ties."""
     grid = rng.integers(-64, 64, experts) / 16
+    # Where a row stops being moderate: one logit at a limit of math/router.h or an ulp beyond it.
+    limits = np.array([30, 60], "f4")
+    edge = rng.choice([-1, 1]) * rng.choice([*limits, *np.nextafter(limits, np.float32("inf"))])
+    one = np.arange(experts) == rng.integers(experts)
     return {
         "grid": lambda: grid,
         "normal": lambda: 3 * rng.normal(size=experts),
@@ -71,5 +75,6 @@ def draw_row(rng: np.random.Generator, kind: str, experts: int) -> np.ndarray:
         "low": lambda: grid - 100,
         "lower": lambda: grid - 112,
         "lowest": lambda: grid - 1e4,
+        "limit": lambda: np.where(one, edge, grid),
         "bottom": lambda: rng.choice([-3e38, -3.1e38], experts),
     }[kind]()

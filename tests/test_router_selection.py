@@ -326,6 +326,30 @@ def test_biases_closer_than_bfloat16_decide(adapter, rng, experts, top_k, select
 # -- ties ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("least", [0.0, -70.0])
+@pytest.mark.parametrize("experts", [8, 64, 150])
+def test_saturated_scores_tie(adapter, rng, experts, least) -> None:
+    """From a logit of 18 on, 1 - sigmoid is less than half an ulp of 1: the scores are 1, and their
+    lower ids win, beside a logit that makes the row moderate and beside one that does not."""
+    logits = rng.uniform(-5, 5, (30, experts)).astype("f4")
+    logits[:, -1] = least
+    where = np.argsort(rng.random((30, experts - 1)), axis=1)[:, :4]
+    high = rng.permuted(np.tile(np.array([20, 30, 40, 60], "f4"), (30, 1)), axis=1)
+    np.put_along_axis(logits, where, high, axis=1)
+    out = run(adapter, logits, RouterConfig(experts, 5, score="sigmoid", normalize=False))
+    np.testing.assert_array_equal(out.indices[:, :4], np.sort(where, axis=1))
+    np.testing.assert_array_equal(out.weights[:, :4], 1)
+    rest = logits.copy()
+    np.put_along_axis(rest, where, -100, axis=1)
+    np.testing.assert_array_equal(out.indices[:, 4], rest.argmax(axis=1))
+    # Their slopes are not lost with 1 - s: d s / dz = s (1 - s), to 5 roundings.
+    config = RouterConfig(experts, 5, score="sigmoid", normalize=False)
+    grad = pull_back(adapter, logits, config, (np.ones((30, 5)), None, None))
+    slope = np.exp(-high.astype("f8")) / (1 + np.exp(-high.astype("f8"))) ** 2
+    got = np.take_along_axis(grad, where, axis=1)
+    np.testing.assert_allclose(got, slope, rtol=5 * U)
+
+
 @pytest.mark.parametrize("experts, top_k, levels", [(8, 2, 1), (8, 2, 2), (64, 6, 3), (33, 33, 2)])
 def test_recomputed_ties_select_the_same_experts(adapter, rng, experts, top_k, levels) -> None:
     """All-zero router weights, and few distinct ones: 20 checkpointed backward passes see the ids
