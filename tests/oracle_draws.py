@@ -56,7 +56,13 @@ def is_decided(z: np.ndarray, attributes: Attributes, bias: np.ndarray | None) -
     score, select_on = attributes["score"], attributes["select_on"]
     plain = oracle.selection_values(z, score, select_on)
     values = oracle.selection_values(z, score, select_on, 0.0 if bias is None else bias)
-    groups = oracle.group_values(values, attributes["num_groups"], attributes["group_score_k"])
+    count, best = attributes["num_groups"], attributes["group_score_k"]
+    groups = oracle.group_values(values, count, best)
+    # Sums of other members may tie in float64 alone, as sigmoid(z) + sigmoid(-z) = 1 for any z.
+    members = -np.sort(-values.reshape(count, -1), axis=1)[:, :best]
+    for value in np.unique(groups[np.isfinite(groups)]):
+        if len(np.unique(members[groups == value], axis=0)) > 1:
+            return False
     return all(is_apart(v, bias) for v in (plain, values, groups))
 
 

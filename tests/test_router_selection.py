@@ -280,7 +280,8 @@ def test_negative_logits_select_as_shifted_ones_do(
         routing = run(adapter, as_dtype(logits - shift, dtype), config)
         np.testing.assert_array_equal(routing.indices, want.indices)
         if score == "softmax":
-            same_bits(routing.weights, want.weights)
+            # A moderate row is not shifted by its peak, so its exponentials round anew.
+            np.testing.assert_allclose(routing.weights, want.weights, rtol=16 * U)
         Exact(as_dtype(logits - shift, dtype), config).check(routing)
 
 

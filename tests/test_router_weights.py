@@ -281,9 +281,9 @@ def test_a_row_without_a_finite_logit_adds_nothing(adapter, rng, score, eps: flo
 @pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("normalize", [True, False])
 def test_finite_weights_beside_a_nan_keep_their_gradient(adapter, score, normalize) -> None:
-    """Where the loss asks for weights only, NaN shares do not enter."""
+    """Where the loss asks for weights only, NaN shares do not enter. Neither row is moderate."""
     config = RouterConfig(4, 2, score=score, normalize=normalize)
-    logits = np.array([[np.nan, 1, 2, 3], [0, 1, 2, 3]], "f4")
+    logits = np.array([[np.nan, 1, 2, 3], [-100, 1, 2, 3]], "f4")
     out = run(adapter, logits, config)
     np.testing.assert_array_equal(out.indices, [[3, 2], [3, 2]])
     np.testing.assert_array_equal(out.weights[0], out.weights[1])
