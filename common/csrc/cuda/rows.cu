@@ -8,25 +8,27 @@
 namespace duomoe::cuda {
 namespace {
 
-// A token is moved by a team of threads, a power of two that a row of its packs keeps busy.
+// A token is moved by a team of threads, 2^log_threads of them: enough for one pack each, at most a
+// block.
 struct Teams {
-  int threads;
+  int log_threads;
   int64_t blocks;
 
-  __device__ int member() const { return static_cast<int>(threadIdx.x) & (threads - 1); }
+  __device__ int threads() const { return 1 << log_threads; }
+  __device__ int member() const { return static_cast<int>(threadIdx.x) & (threads() - 1); }
   // Of the blocks from `first_block` on.
   __device__ int64_t number(int64_t first_block) const {
     return ((static_cast<int64_t>(blockIdx.x) - first_block) * kRowThreads +
-            static_cast<int64_t>(threadIdx.x)) /
-           threads;
+            static_cast<int64_t>(threadIdx.x)) >>
+           log_threads;
   }
-  __device__ int64_t count() const { return blocks * (kRowThreads / threads); }
+  __device__ int64_t count() const { return blocks * kRowThreads >> log_threads; }
 };
 
 Teams teams_for(int64_t tokens, int64_t packs) {
-  int threads = kRowThreads;
-  while (threads > 1 && threads / 2 >= packs) threads /= 2;
-  return {threads, grid_for(tokens, kRowThreads / threads)};
+  int log_threads = 0;
+  while ((1 << log_threads) < kRowThreads && (1 << log_threads) < packs) ++log_threads;
+  return {log_threads, grid_for(tokens, kRowThreads >> log_threads)};
 }
 
 // --- from tokens to rows -------------------------------------------------------------------------
@@ -44,11 +46,11 @@ __global__ void __launch_bounds__(kRowThreads)
   constexpr int kHeld = 4;
   const int64_t packs = plan.width / P::kSize;
   for (int64_t t = teams.number(fillers); t < plan.tokens; t += teams.count()) {
-    for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads) {
+    for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads()) {
       P held[kHeld];
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) {
-        const int64_t i = first + j * teams.threads;
+        const int64_t i = first + j * teams.threads();
         held[j] = i < packs ? load_once(x + t * packs + i) : P{};
       }
       for (int64_t k = 0; k < plan.top_k; k += kSlotsAtOnce) {
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(kRowThreads)
           P* to = rows + row[s] * packs;
 #pragma unroll
           for (int j = 0; j < kHeld; ++j) {
-            const int64_t i = first + j * teams.threads;
+            const int64_t i = first + j * teams.threads();
             if (i < packs) store_once(to + i, scaled(weight, held[j]));
           }
         }
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kRowThreads)
     gather_sum(Plan plan, Teams teams, const P* rows, const float* weights, P* y) {
   const int64_t packs = plan.width / P::kSize;
   for (int64_t t = teams.number(0); t < plan.tokens; t += teams.count()) {
-    for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads) {
+    for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads()) {
       float sum[kHeld][P::kSize] = {};
       for (int64_t k = 0; k < plan.top_k; k += kSlots) {
         const int64_t slot = t * plan.top_k + k;
@@ -124,7 +126,7 @@ __global__ void __launch_bounds__(kRowThreads)
         for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
           for (int j = 0; j < kHeld; ++j) {
-            const int64_t i = first + j * teams.threads;
+            const int64_t i = first + j * teams.threads();
             part[s][j] = row[s] >= 0 && i < packs ? load_once(rows + row[s] * packs + i) : P{};
           }
         }
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(kRowThreads)
       }
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) {
-        const int64_t i = first + j * teams.threads;
+        const int64_t i = first + j * teams.threads();
         P result;
 #pragma unroll
         for (int c = 0; c < P::kSize; ++c)

@@ -10,6 +10,9 @@
 // a row is said by slot_of_row, what becomes of a slot by row_of_slot.
 #pragma once
 
+#include <initializer_list>
+#include <type_traits>
+
 #include "launch.h"
 #include "warp.h"
 
