@@ -262,15 +262,23 @@ struct SumChunks {
   }
 };
 
-// sums[c] = the chunks' partials, in order.
+// sums[c] = the chunks' partials, in the strands of math/router.h.
 struct JoinChunks {
   const float* partials;
   int64_t chunks, columns;
   float* sums;
 
   __device__ void operator()(int64_t c) const {
+    float strands[math::kStrands] = {};
+    for (int64_t first = 0; first < chunks; first += math::kStrands) {
+#pragma unroll
+      for (int i = 0; i < math::kStrands; ++i) {
+        if (first + i < chunks) strands[i] += partials[(first + i) * columns + c];
+      }
+    }
     float sum = 0.0f;
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) sum += partials[chunk * columns + c];
+#pragma unroll
+    for (int i = 0; i < math::kStrands; ++i) sum += strands[i];
     sums[c] = sum;
   }
 };
