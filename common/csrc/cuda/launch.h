@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -74,7 +75,7 @@ class Queue {
   template <typename... Parameters, typename... Arguments>
   void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
                     const Arguments&... arguments) {
-    if (!kernels_can_overlap() || blocks > std::numeric_limits<int32_t>::max())
+    if (getenv("DUOMOE_NOPDL") || !kernels_can_overlap() || blocks > std::numeric_limits<int32_t>::max())
       return launch(kernel, blocks, threads, shared_bytes, arguments...);
     if (!status_.ok() || blocks <= 0) return;
     cudaLaunchAttribute overlap{};

@@ -91,8 +91,9 @@ __device__ inline int32_t given_id(const Route& a, int64_t slot) {
   return e >= 0 && e < a.experts ? e : -1;
 }
 
-// Routes token t whatever its row and the options. `row` is ready for compute(); counts[e] and
-// loss_counts[e] go up by the token's slots. `group_keys` has room for one key per group.
+// Routes token t whatever its row and the options. `row` is ready for compute() and ends with P =
+// row.s * row.share; counts[e] and loss_counts[e] go up by the token's slots. `group_keys` has room
+// for one key per group.
 inline __device__ __noinline__ void route_token(const Route& a, int64_t t, Row& row,
                                                 uint32_t* group_keys, int32_t* counts,
                                                 int32_t* loss_counts) {
@@ -132,18 +133,18 @@ inline __device__ __noinline__ void route_token(const Route& a, int64_t t, Row& 
            });
   }
   __syncwarp();  // all have read the row and the group keys
+  for (int e = lane_id(); e < a.experts; e += kLanes) row.s[e] = row.unscaled_probability(e);
+  __syncwarp();
 }
 
-// The weight of a slot of a moderate row, for the lanes k < K <= 32: `score` is the slot's, 0 where
-// it has no expert.
-__device__ inline float slot_weight(const RouterOptions& options, int top_k, float score) {
-  float sum = score;
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    // The slots beyond K are 0.
-    if (width < top_k) sum += __shfl_xor_sync(kAllLanes, sum, width);
-  }
-  const Divisor divisor = math::weight_divisor(options.normalize, options.eps_mode, sum, options.eps);
-  return (options.normalize ? score / divisor.value : score) * options.scale;
+// The weight of lane k's slot in a moderate row, for K <= 32: `score` is the slot's, 0 where it has
+// no expert. Lanes without one divide something that is no trouble.
+__device__ inline float slot_weight(const RouterOptions& options, float score) {
+  const float sum = warp_sum(score);
+  const float value = math::weight_divisor(options.normalize, options.eps_mode, sum, options.eps).value;
+  const bool used = score > 0.0f;
+  const float weight = (used ? score : 1.0f) / (used ? value : 1.0f) * options.scale;
+  return used ? weight : 0.0f;
 }
 
 // The sum of logsumexp^2 over a stream's tokens, of which lanes hold the sums of exponentials until
