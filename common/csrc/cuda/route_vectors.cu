@@ -8,10 +8,10 @@ bool launch_route_vectors(Queue& queue, const Route& a, int64_t chunks) {
   const int lanes = std::min(kLanes, static_cast<int>(ceil_div(a.experts, kAdjacent)));
   if (a.experts > 4 * kColumns || a.top_k > lanes) return false;
   const bool grouped = !a.groups.all_stay();
-  int group_shift = 0;
+  int group_shift = kNoGroups;
   if (grouped) {
     const int size = a.experts / a.groups.count;
-    while (1 << group_shift < size) ++group_shift;
+    for (group_shift = 0; 1 << group_shift < size;) ++group_shift;
     if (size % kAdjacent != 0 || 1 << group_shift != size || size > kColumns ||
         a.groups.count > kLanes || a.groups.score_k > 2)
       return false;

@@ -6,6 +6,7 @@
 // is compiled on its own (kPlain...), without a branch that it does not need.
 #pragma once
 
+#include "rank.cuh"
 #include "route.cuh"
 
 namespace duomoe::cuda {
@@ -14,66 +15,166 @@ namespace duomoe::cuda {
 // score, counts of the routing; with logits of one dtype. kAny: everything.
 enum class VectorMode { kPlainFloat32, kPlainBFloat16, kAny };
 
+// Shared memory by address, which stays in a register.
+__device__ inline uint32_t shared_address(const void* data) {
+  auto address = static_cast<uint32_t>(__cvta_generic_to_shared(data));
+  asm volatile("" : "+r"(address));
+  return address;
+}
+__device__ inline void store_shared(uint32_t address, uint64_t x) {
+  asm volatile("st.shared.u64 [%0], %1;" : : "r"(address), "l"(x) : "memory");
+}
+__device__ inline uint64_t load_shared(uint32_t address) {
+  uint64_t x;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
+  return x;
+}
+__device__ inline ulonglong2 load_shared_pair(uint32_t address) {
+  ulonglong2 x;
+  asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(x.x), "=l"(x.y) : "r"(address) : "memory");
+  return x;
+}
+
+// A group_shift with which all experts are in one group.
+constexpr int kNoGroups = 31;
+
+// What a warp's selection takes of shared memory.
+struct SelectionSpace {
+  static constexpr int kRoom = 2 * kLanes;
+  alignas(16) uint64_t candidates[kRoom + kAdjacent];  // math::composite, then zeros
+  uint64_t best[kLanes];                               // id and what it is chosen by
+};
+
+// A slot's expert and what it is chosen by, for lane k < K.
+struct Slot {
+  int32_t id;
+  float chosen_by;
+};
+
+// The value of an expert: chosen_by[e] + bias[e] * bias_factor, which is 0 or 1; -inf if its group
+// is out. Groups have 2^group_shift experts.
+struct SharedValues {
+  const float* chosen_by;
+  const float* bias;
+  float bias_factor;
+  int experts;
+  unsigned kept_groups;
+  int group_shift;
+
+  __device__ float operator()(int e) const {
+    if (e >= experts || !(kept_groups >> (e >> group_shift) & 1)) return -math::infinity();
+    return math::fma(bias[e], bias_factor, chosen_by[e]);
+  }
+};
+
+// Fills space.best with the K <= 32 best of `count` candidates, which are followed by zeros.
+__device__ inline void rank_candidates(int count, int top_k, uint32_t candidates, uint32_t best,
+                                       const float* chosen_by) {
+  __syncwarp();
+#pragma unroll 1
+  for (int first = 0; first < count; first += kLanes) {
+    const int own = first + lane_id();
+    const uint64_t key = load_shared(candidates + 8 * own);
+    int better = 0;
+#pragma unroll 1
+    for (uint32_t other = candidates; other < candidates + 8 * count; other += 32) {
+      const ulonglong2 one = load_shared_pair(other), two = load_shared_pair(other + 16);
+      count_greater(better, one.x, key);
+      count_greater(better, one.y, key);
+      count_greater(better, two.x, key);
+      count_greater(better, two.y, key);
+    }
+    if (own < count && better < top_k) {
+      const int32_t id = math::id_of(key);
+      store_shared(best + 8 * better, static_cast<uint32_t>(id) |
+                                          static_cast<uint64_t>(math::bits_of(chosen_by[id])) << 32);
+    }
+  }
+  __syncwarp();
+}
+
+// The same for values of which too many reach the bound: those above it and the first of those equal
+// to it. False where those above it are too many.
+inline __device__ __noinline__ bool select_ties(const SharedValues& value, float bound, int top_k,
+                                                uint32_t candidates, uint32_t best) {
+  const int end = (value.experts + kLanes - 1) / kLanes * kLanes;
+  int above = 0;
+  for (int e = lane_id(); e < end; e += kLanes) above += value(e) > bound;
+  above = __reduce_add_sync(kAllLanes, above);
+  if (above > SelectionSpace::kRoom) return false;
+  int ties = above < top_k ? top_k - above : 0, count = 0;
+  const unsigned lanes_before = (1u << lane_id()) - 1;
+  for (int e = lane_id(); e < end; e += kLanes) {
+    const float v = value(e);
+    const unsigned equal = __ballot_sync(kAllLanes, v == bound);
+    const bool taken = v > bound || (v == bound && __popc(equal & lanes_before) < ties);
+    ties = max(0, ties - __popc(equal));
+    const unsigned all = __ballot_sync(kAllLanes, taken);
+    if (taken) {
+      store_shared(candidates + 8 * (count + __popc(all & lanes_before)), composite_of_number(v, e));
+    }
+    count += __popc(all);
+  }
+  if (count < top_k) return false;
+  if (lane_id() < kAdjacent) store_shared(candidates + 8 * (count + lane_id()), 0);
+  rank_candidates(count, top_k, candidates, best, value.chosen_by);
+  return true;
+}
+
 template <int kVectors>
 struct VectorRow {
   static constexpr int kElements = kAdjacent * kVectors;
   using Values = float[kElements];
-  using Found = Candidates<kLanes>;
 
   // Expert of a lane's element i.
-  static __device__ int expert(unsigned i) {
-    return static_cast<int>((i & ~3u) * kLanes + (i & 3u)) + kAdjacent * lane_id();
+  static __device__ int expert(int i) {
+    return i / kAdjacent * kColumns + i % kAdjacent + kAdjacent * lane_id();
   }
 
-  // The first `wanted` bits of the lanes' masks, in the order of experts.
-  static __device__ __noinline__ unsigned first_of(unsigned mask, int wanted) {
-    unsigned kept = 0;
-    int base = 0;
-#pragma unroll 1
-    for (int j = 0; j < kVectors; ++j) {
-      const unsigned mine = mask >> (kAdjacent * j) & 15u;
-      int before = __popc(mine);
-      for (int width = 1; width < kLanes; width *= 2) {
-        const int other = __shfl_up_sync(kAllLanes, before, width);
-        if (lane_id() >= width) before += other;
-      }
-      const int all = __shfl_sync(kAllLanes, before, kLanes - 1);
-      int position = base + before - __popc(mine);
-      for (int i = 0; i < kAdjacent; ++i) {
-        if (!(mine >> i & 1)) continue;
-        if (position < wanted) kept |= 1u << (kAdjacent * j + i);
-        ++position;
-      }
-      base += all;
-    }
-    return kept;
-  }
+  struct Votes {
+    unsigned lanes[kElements];
+    int count;
 
-  // candidates.best: the K best of v; `value(e)` gives v of any expert. False where there are too
-  // many candidates, or too few values.
-  template <typename F>
-  static __device__ bool select(const Values& v, int top_k, F value, Found& candidates) {
-    float maximum[1] = {v[0]};
+    __device__ Votes(const Values& v, float bound) : count(0) {
 #pragma unroll
-    for (int i = 1; i < kElements; ++i) maximum[0] = fmaxf(maximum[0], v[i]);
-    const float bound = bound_of_best(maximum, top_k);
-    unsigned mask = 0;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) mask |= v[i] >= bound ? 1u << i : 0u;
-    int count = gather(mask, 0, expert, candidates);
-    if (count > kLanes) {
-      // Ties at the bound: the values above it and the first of those equal to it.
-      unsigned above = 0;
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) above |= v[i] > bound ? 1u << i : 0u;
-      const int more = __reduce_add_sync(kAllLanes, __popc(above));
-      if (more > Found::kRoom) return false;
-      __syncwarp();
-      const unsigned ties = more < top_k ? first_of(mask & ~above, top_k - more) : 0u;
-      count = gather(above | ties, 0, expert, candidates);
+      for (int i = 0; i < kElements; ++i) {
+        lanes[i] = __ballot_sync(kAllLanes, v[i] >= bound);
+        count += __popc(lanes[i]);
+      }
     }
-    if (count < top_k) return false;
-    rank(count, top_k, value, candidates);
+  };
+
+  // space.best: the K best of v, whose values by expert are `shared_values`. Any bound that K to 32
+  // values reach will do: `bound` is one that did for a token before, and what is tried first. False
+  // where there are too many candidates, or too few values.
+  static __device__ bool select(const Values& v, int top_k, const SharedValues& shared_values,
+                                uint32_t candidates, uint32_t best, float& bound) {
+    Votes votes(v, bound);
+    if (votes.count < top_k || votes.count > kLanes) {
+      float maximum[1] = {v[0]};
+#pragma unroll
+      for (int i = 1; i < kElements; ++i) maximum[0] = fmaxf(maximum[0], v[i]);
+      // So that about twice K values reach it.
+      bound = bound_of_best(maximum, min(top_k + top_k * 3 / 4, top_k + 8));
+      votes = Votes(v, bound);
+      if (votes.count < top_k) return false;
+      if (votes.count > kLanes) {
+        bound = bound_of_best(maximum, top_k);
+        return select_ties(shared_values, bound, top_k, candidates, best);
+      }
+    }
+    const unsigned lanes_before = (1u << lane_id()) - 1;
+    uint32_t end = candidates;
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      if (v[i] >= bound) {
+        store_shared(end + 8 * __popc(votes.lanes[i] & lanes_before),
+                     composite_of_number(v[i], expert(i)));
+      }
+      end += 8 * __popc(votes.lanes[i]);
+    }
+    if (lane_id() < kAdjacent) store_shared(end + 8 * lane_id(), 0);
+    rank_candidates(votes.count, top_k, candidates, best, shared_values.chosen_by);
     return true;
   }
 
@@ -91,10 +192,10 @@ struct VectorRow {
     return score_k == 1 ? first : first + second;
   }
 
-  // Sets the values of all groups but the best to -inf. Groups are of 2^shift experts; `scratch` has
-  // room for 32 values.
-  static __device__ void keep_best_groups(const Groups& groups, int shift, Values& v,
-                                          float* scratch) {
+  // Sets the values of all groups but the best to -inf; the bits of the best. Groups are of 2^shift
+  // experts; `scratch` has room for 32 values.
+  static __device__ unsigned keep_best_groups(const Groups& groups, int shift, Values& v,
+                                              float* scratch) {
     const int lanes = 1 << shift >> 2;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
@@ -121,6 +222,7 @@ struct VectorRow {
       }
     }
     __syncwarp();
+    return kept;
   }
 };
 
@@ -179,11 +281,10 @@ template <int kVectors, Score kScore, VectorMode kMode>
 __global__ void __launch_bounds__(kStreams* kLanes, 2)
     route_vectors(const __grid_constant__ Route a, int group_shift) {
   using Vectors = VectorRow<kVectors>;
-  using Found = typename Vectors::Found;
   constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kMode == VectorMode::kAny;
   constexpr int kElements = Vectors::kElements, kThreads = kStreams * kLanes;
   extern __shared__ float shared_memory[];
-  __shared__ Found all_candidates[kStreams];
+  __shared__ SelectionSpace spaces[kStreams];
   __shared__ float stream_logsumexp_sq[kStreams];
   __shared__ int32_t stream_tokens[kStreams];
 
@@ -202,7 +303,9 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   float* mine = shared_memory + warp * padded;
   float* bias = shared_memory + kStreams * padded;
   int32_t* counts = reinterpret_cast<int32_t*>(bias + padded);
-  Found& candidates = all_candidates[warp];
+  float* scratch = reinterpret_cast<float*>(spaces[warp].candidates);
+  const uint32_t candidates = shared_address(spaces[warp].candidates);
+  const uint32_t best = shared_address(spaces[warp].best);
   for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += kThreads) counts[i] = 0;
 
   typename Vectors::Values b, sums;
@@ -210,7 +313,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     const int e = Vectors::expert(i);
-    b[i] = a.bias && e < experts ? a.bias[e] : 0.0f;
+    b[i] = a.bias && e < experts ? a.bias[e] + 0.0f : 0.0f;  // -0 + 0 = +0
     finite_bias = finite_bias && math::absolute(b[i]) < 1e30f;
     if (warp == 0 && e < experts) bias[e] = b[i];
     sums[i] = 0.0f;
@@ -222,6 +325,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   int32_t* ids_out = a.indices + t * top_k + lane;
   float* weights_out = a.weights + t * top_k + lane;
   LogSumExps logsumexps;
+  float bound = math::infinity(), loss_bound = math::infinity();
   for (; left > 0; --left, t += kStreams, ids_out += kStreams * top_k,
                    weights_out += kStreams * top_k) {
     typename Vectors::Values z, s, u;
@@ -265,13 +369,18 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
             on_logit ? make_float4(z[i], z[i + 1], z[i + 2], z[i + 3])
                      : make_float4(s[i], s[i + 1], s[i + 2], s[i + 3]);
       }
-      int32_t id = -1;
+      Slot slot{-1, 0.0f};
       if (kAny && a.given) {
-        if (lane < top_k) id = given_id(a, t * top_k + lane);
         __syncwarp();
+        if (lane < top_k) slot.id = given_id(a, t * top_k + lane);
+        if (slot.id >= 0) slot.chosen_by = mine[slot.id];
       } else {
         typename Vectors::Values v;
-        const auto values = [&](float bias_factor) {  // 1 or 0, which is exact
+        const auto select = [&](float bias_factor, unsigned kept_groups, float& bound) {
+          const SharedValues values{mine, bias, bias_factor, experts, kept_groups, group_shift};
+          return Vectors::select(v, top_k, values, candidates, best, bound);
+        };
+        const auto set_values = [&](float bias_factor) {
 #pragma unroll
           for (int i = 0; i < kElements; ++i) {
             v[i] = kAny ? math::fma(b[i], bias_factor, on_logit ? z[i] : s[i]) : s[i] + b[i];
@@ -279,33 +388,34 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
               v[i] = -math::infinity();
           }
         };
-        values(1.0f);
+        set_values(1.0f);
+        unsigned kept_groups = ~0u;
         if (kAny && !a.groups.all_stay())
-          Vectors::keep_best_groups(a.groups, group_shift, v,
-                                    reinterpret_cast<float*>(candidates.keys));
-        done = Vectors::select(v, top_k, [&](int e) { return mine[e] + bias[e]; }, candidates);
-        if (lane < top_k) id = candidates.best[lane];
+          kept_groups = Vectors::keep_best_groups(a.groups, group_shift, v, scratch);
+        done = select(1.0f, kept_groups, bound);
+        if (done && lane < top_k) {
+          const uint64_t found = load_shared(best + 8 * lane);
+          slot = {static_cast<int32_t>(found), math::float_of(static_cast<uint32_t>(found >> 32))};
+        }
         if (kAny && done && a.separate_loss_counts) {
           __syncwarp();
-          values(0.0f);
-          done = Vectors::select(v, top_k, [&](int e) { return mine[e]; }, candidates);
-          if (done && lane < top_k) atomicAdd(counts + experts + candidates.best[lane], 1);
+          set_values(0.0f);
+          done = select(0.0f, ~0u, loss_bound);
+          if (done && lane < top_k)
+            atomicAdd(counts + experts + static_cast<int32_t>(load_shared(best + 8 * lane)), 1);
         }
       }
       if (done) {
-        float score = 0.0f;
-        if (id >= 0) {
-          score = mine[id];
-          if (on_logit) {
-            const float own_u = math::exp_moderate(score);
-            score = kSoftmax ? own_u * share : moderate_score<kScore>(score, own_u);
-          }
+        float score = slot.chosen_by;
+        if (on_logit && slot.id >= 0) {
+          const float own_u = math::exp_moderate(score);
+          score = kSoftmax ? own_u * share : moderate_score<kScore>(score, own_u);
         }
         const float weight = slot_weight(a.options, score);
         if (lane < top_k) {
-          *ids_out = id;
+          *ids_out = slot.id;
           *weights_out = weight;
-          if (!kAny || id >= 0) atomicAdd(counts + id, 1);
+          if (!kAny || slot.id >= 0) atomicAdd(counts + slot.id, 1);
         }
         logsumexps.add(exponential_sum);
       }
@@ -313,7 +423,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     }
     if (!done) {
       Row row{.score = kScore, .experts = experts, .z = a.row(t), .s = mine};
-      route_token(a, t, row, reinterpret_cast<uint32_t*>(candidates.keys), counts, counts + experts);
+      route_token(a, t, row, reinterpret_cast<uint32_t*>(scratch), counts, counts + experts);
       logsumexps.add_ready(row.logsumexp);
       share = row.share;
 #pragma unroll
