@@ -17,11 +17,13 @@ from jax_frontend import _binding, transforms
 
 def register() -> None:
     """Register the FFI handlers; called once, when jax_frontend is imported."""
-    for name, (cpu, cuda) in _binding.handlers().items():
-        target = transforms.target_name(ops.table()[name])
-        jax.ffi.register_ffi_target(target, cpu, platform="cpu")
-        if library.has_kernel(name, "cuda"):
-            jax.ffi.register_ffi_target(target, cuda, platform="CUDA")
+    for name, (cpu, cuda, cuda_scratch) in _binding.handlers().items():
+        targets = {False: cuda, True: cuda_scratch}
+        for scratch, on_cuda in targets.items():
+            target = transforms.target_name(ops.table()[name], scratch)
+            jax.ffi.register_ffi_target(target, cpu, platform="cpu")
+            if library.has_kernel(name, "cuda"):
+                jax.ffi.register_ffi_target(target, on_cuda, platform="CUDA")
 
 
 class JaxFrontEnd:

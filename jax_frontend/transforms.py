@@ -33,6 +33,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jax_frontend import _binding
 from jax_frontend.mesh_specs import on_mesh, spec_entry
 
 DTYPES = {
@@ -78,18 +79,40 @@ class Bound:
             jax.ShapeDtypeStruct(shape, DTYPES[dtype])
             for shape, dtype in self.op.infer(shapes, dtypes, self.attributes)
         ]
-        call = jax.ffi.ffi_call(target_name(self.op), results)
+        workspace = self._workspace(shapes, dtypes)
+        if workspace:
+            results.append(jax.ShapeDtypeStruct((workspace,), np.uint8))
+        call = jax.ffi.ffi_call(target_name(self.op, workspace is None), results)
         mask = sum(1 << i for i, there in enumerate(self.present) if there)
-        return tuple(call(*arrays, present=mask, **self._ffi_attributes()))
+        outputs = call(*arrays, present=mask, **self._ffi_attributes())
+        return tuple(outputs[: len(self.op.outputs)])
+
+    def _workspace(self, shapes: Sequence[Any], dtypes: Sequence[str | None]) -> int | None:
+        """Bytes that the CUDA kernel takes beside its tensors, lent as one result more, which other
+        platforms leave alone; None if shapes are symbolic, so that XLA lends them run by run.
+        """
+        index = list(TABLE).index(self.op.name)
+        if not _binding.has_workspace(index):
+            return 0
+        if not all(isinstance(n, int) for shape in shapes if shape is not None for n in shape):
+            return None
+        values = [
+            a.choices.index(value) if a.kind == "choice" else value
+            for a, value in zip(self.op.attributes, self.attributes.values(), strict=True)
+        ]
+        positions = [-1 if dtype is None else list(DTYPES).index(dtype) for dtype in dtypes]
+        return _binding.workspace_bytes(index, shapes, positions, values)
 
     def _ffi_attributes(self) -> dict[str, Any]:
         kinds = {"int": int, "float": np.float64, "choice": str}
         return {a.name: kinds[a.kind](self.attributes[a.name]) for a in self.op.attributes}
 
 
-def target_name(op: ops.Op) -> str:
-    """The name under which an op's handlers are registered."""
-    return f"duomoe.{op.name}"
+def target_name(op: ops.Op, scratch: bool) -> str:
+    """The name under which an op's handlers are registered; `scratch` for those that ask XLA for
+    their workspace when they run, and so are kept out of command buffers.
+    """
+    return f"duomoe.{op.name}" + (".scratch" if scratch else "")
 
 
 # -- sharding --------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -267,3 +270,52 @@ def test_jitted_program_replayed(gpu: Any, rng: Rng) -> None:
         want = [*values, *pull(grad, np.float32(1), np.float32(1))]
         for a, b in zip(got, want, strict=True):
             np.testing.assert_array_equal(bits(a), bits(b))
+
+
+COMMAND_BUFFERS = """
+import jax, jax.numpy as jnp, numpy as np
+import jax_frontend as jf
+from duomoe import RouterConfig
+
+config = RouterConfig(num_experts=16, top_k=4, score="sigmoid", num_groups=4, group_top_k=2)
+
+@jax.jit
+def step(logits, x, w):
+    def loss(logits, x, w):
+        routing = jf.route(logits, config, num_sequences=4)
+        plan = jf.plan_dispatch(routing.indices, 16, weights=routing.weights, capacity=40,
+                                drop_order="weight")
+        rows = jf.grouped_matmul(jf.permute(x, plan), w, plan)
+        y = jf.combine(rows, plan, routing.weights)
+        total = y.sum() + jf.load_balancing_loss(routing, config)
+        return total, (y, routing.indices, plan.slot_of_row, routing.score_sums)
+    return jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(logits, x, w)
+
+rng = np.random.default_rng(0)
+for i in range(10):
+    inputs = [rng.standard_normal(s).astype("f4") for s in ((200, 16), (200, 24), (16, 24, 8))]
+    on_gpu, on_cpu = ([np.asarray(a) for a in jax.tree.leaves(step(*jax.device_put(inputs, d)))]
+                      for d in (jax.devices("gpu")[0], jax.devices("cpu")[0]))
+    for a, b in zip(on_gpu, on_cpu, strict=True):
+        np.testing.assert_array_equal(a, b)
+print("replayed")
+"""
+
+
+@pytest.mark.jax
+def test_command_buffers(gpu: Any) -> None:
+    """With every call that may be recorded in a command buffer, even alone, in one."""
+    pytest.importorskip("jax", reason="JAX is not installed")
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cuda,cpu",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_gpu_graph_min_graph_size=1 "
+        "--xla_gpu_enable_command_buffer=+CUSTOM_CALL",
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", COMMAND_BUFFERS], env=environment, capture_output=True, text=True
+    )
+    if "Unable to initialize backend 'cuda'" in result.stderr:
+        pytest.skip("JAX sees no GPU")
+    assert result.stdout == "replayed\n", result.stderr

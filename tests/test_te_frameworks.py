@@ -154,7 +154,8 @@ def test_jax_exports_with_symbolic_tokens(rng) -> None:
         return probs, packed, module.fused_moe_aux_loss(scores, np.ones(8, "f4"), 2, 1.0)
 
     (tokens,) = export.symbolic_shape("T")
-    checks = [export.DisabledSafetyCheck.custom_call(f"duomoe.{op}") for op in ops.table()]
+    names = [f"duomoe.{op}{kind}" for op in ops.table() for kind in ("", ".scratch")]
+    checks = [export.DisabledSafetyCheck.custom_call(name) for name in names]
     exported = export.export(jax.jit(f), disabled_checks=checks)(
         jax.ShapeDtypeStruct((tokens, 8), "float32")
     )

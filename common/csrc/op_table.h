@@ -57,9 +57,6 @@ struct OpSpec {
   // Axes along which the op may be sharded: slices are independent, and an output without the axis
   // is the sum over them. All other axes are needed whole.
   std::string shard_axes = "";
-  // Its CUDA kernel takes scratch memory. XLA lends scratch for the length of one call, so such a
-  // call must not be recorded in a command buffer, which is replayed later.
-  bool cuda_scratch = false;
 };
 
 DUOMOE_EXPORT const std::vector<OpSpec>& op_table();

@@ -30,7 +30,6 @@ void add_dispatch_ops(std::vector<OpSpec>& ops) {
       .attributes = {integer("num_experts", 1, "E"), integer("num_rows", 0, "R"),
                      integer("capacity", -1), choice("drop_order", {"position", "weight"}),
                      integer("alignment", 1)},
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "permute",
@@ -109,7 +108,6 @@ void add_dispatch_ops(std::vector<OpSpec>& ops) {
       .attributes = {dtype("out_dtype")},
       .backward = {"grouped_matmul_bwd_rows", "grouped_matmul_bwd_w", "grouped_matmul_bwd_bias"},
       .shard_axes = "N",
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "grouped_matmul_bwd_rows",
@@ -121,7 +119,6 @@ void add_dispatch_ops(std::vector<OpSpec>& ops) {
       .outputs = {{"grad_rows", "R D", "@rows_dtype"}},
       .attributes = {dtype("rows_dtype", "rows")},
       .shard_axes = "D",
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "grouped_matmul_bwd_w",
@@ -134,7 +131,6 @@ void add_dispatch_ops(std::vector<OpSpec>& ops) {
       .outputs = {{"grad_w", "E D N", "@w_dtype"}},
       .attributes = {dtype("w_dtype", "w")},
       .shard_axes = "D N",
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "grouped_matmul_bwd_bias",
@@ -147,7 +143,6 @@ void add_dispatch_ops(std::vector<OpSpec>& ops) {
       .outputs = {{"grad_bias", "E N", "@bias_dtype"}},
       .attributes = {dtype("bias_dtype", "bias")},
       .shard_axes = "N",
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "activate",

@@ -73,7 +73,6 @@ void add_exchange_ops(std::vector<OpSpec>& ops) {
                      real("coeff")},
       .backward = {"aux_loss_bwd"},
       .shard_axes = "T",
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "aux_loss_bwd",
@@ -106,7 +105,6 @@ void add_exchange_ops(std::vector<OpSpec>& ops) {
                   {"pad_offsets", "E", "int32"}},
       .attributes = {integer("num_rows", 0, "R"), integer("map_width", 3, "W"),
                      integer("limit", -1), integer("alignment", 1)},
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "read_row_map",
@@ -133,7 +131,6 @@ void add_exchange_ops(std::vector<OpSpec>& ops) {
       .inputs = {{"indices", "T K", "int32"}},
       .outputs = {{"row_of_slot", "T K", "int32"}, {"slot_of_row", "R", "int32"}},
       .attributes = {integer("num_rows", 0, "R")},
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "place_chunks",

@@ -92,7 +92,6 @@ void add_router_ops(std::vector<OpSpec>& ops) {
       .attributes = router_options(/*forward=*/true),
       .backward = {"route_bwd"},
       .shard_axes = "T",
-      .cuda_scratch = true,
   });
   ops.push_back({
       .name = "route_bwd",
@@ -195,7 +194,6 @@ void add_router_ops(std::vector<OpSpec>& ops) {
                  {"upper", "", "float32"}},
       .outputs = {{"updated_bias", "E", "float32"}},
       .attributes = {integer("top_k", 1), real("decay")},
-      .cuda_scratch = true,
   });
 }
 

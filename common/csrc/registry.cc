@@ -17,6 +17,7 @@ namespace {
 
 struct Kernels {
   std::array<Kernel, 2> of{};
+  std::array<WorkspaceBytes, 2> workspace_of{};
 };
 
 std::vector<Kernels>& kernels() {
@@ -198,6 +199,14 @@ int position(const std::vector<Spec>& specs, std::string_view name) {
   return -1;
 }
 
+Status lend_workspace(Call& call, WorkspaceBytes declared) {
+  const int64_t bytes = declared ? declared(call) : 0;
+  if (bytes <= 0) return {};
+  call.workspace = Workspace(call.executor.workspace(bytes), bytes);
+  if (call.workspace.lent()) return {};
+  return {"could not get a workspace of " + std::to_string(bytes) + " bytes"};
+}
+
 template <typename Spec>
 int known_position(const OpSpec& op, const std::vector<Spec>& specs, std::string_view name) {
   const int i = position(specs, name);
@@ -232,8 +241,33 @@ bool register_kernel(std::string_view op, Backend backend, Kernel kernel) {
   return true;
 }
 
+bool register_workspace(std::string_view op, Backend backend, WorkspaceBytes bytes) {
+  const int i = op_index(op);
+  if (i < 0) throw std::logic_error("workspace of an op that the table lacks: " + std::string(op));
+  kernels()[i].workspace_of[static_cast<int>(backend)] = bytes;
+  return true;
+}
+
 bool has_kernel(int op, Backend backend) {
   return kernels()[op].of[static_cast<int>(backend)] != nullptr;
+}
+
+bool has_workspace(int op, Backend backend) {
+  return kernels()[op].workspace_of[static_cast<int>(backend)] != nullptr;
+}
+
+Status workspace_bytes(int index, Backend backend, std::span<const TensorView> inputs,
+                       std::span<const AttributeValue> attributes, int64_t& bytes) {
+  bytes = 0;
+  const WorkspaceBytes declared = kernels()[index].workspace_of[static_cast<int>(backend)];
+  if (!declared) return {};
+  const OpSpec& op = op_table()[index];
+  Executor lends_nothing;
+  Call call{op, inputs, {}, attributes, lends_nothing};
+  Binder binder(op, attributes, call.axes);
+  if (Status s = bind_inputs(op, binder, inputs); !s.ok()) return s;
+  bytes = declared(call);
+  return {};
 }
 
 Status infer_outputs(int index, std::span<const TensorView> inputs,
@@ -273,6 +307,7 @@ Status run(int index, Backend backend, std::span<const TensorView> inputs,
     if (backend == Backend::kCpu) cpu::advise_huge_pages(outputs);
     const bool check_data = debug_checks();
     Status s = check_data ? check_inputs_data(call, backend) : Status{};
+    if (s.ok()) s = lend_workspace(call, kernels()[index].workspace_of[static_cast<int>(backend)]);
     if (s.ok()) s = kernel(call);
     if (s.ok() && check_data) s = check_outputs_data(call, backend);
     return s.ok() ? s : Status{op.name + ": " + s.message};

@@ -11,6 +11,7 @@
 
 #include "op_table.h"
 #include "tensor_view.h"
+#include "workspace.h"
 
 namespace duomoe {
 
@@ -33,6 +34,7 @@ class Call {
   std::span<const AttributeValue> attributes;
   Executor& executor;
   std::array<int64_t, 26> axes{};  // length by axis letter, -1 where the op has no such axis
+  Workspace workspace{};           // of the size that the kernel declared
 
   const TensorView& in(std::string_view name) const;
   const TensorView& out(std::string_view name) const;
@@ -60,6 +62,19 @@ using Kernel = Status (*)(const Call&);
 
 bool register_kernel(std::string_view op, Backend backend, Kernel kernel);
 
+using WorkspaceBytes = int64_t (*)(const Call&);
+
+// Declares how much memory a kernel takes from call.workspace, at most:
+// DUOMOE_WORKSPACE(kCuda, route) { return piece_bytes<float>(call.axis('E')); }
+// The call has no data and no outputs: read axes, attributes, and the inputs' presence and dtypes.
+#define DUOMOE_WORKSPACE(backend, op_name)                                                     \
+  static int64_t op_name##_workspace(const Call& call);                                        \
+  static const bool op_name##_workspace_registered =                                           \
+      ::duomoe::register_workspace(#op_name, ::duomoe::Backend::backend, op_name##_workspace); \
+  static int64_t op_name##_workspace([[maybe_unused]] const Call& call)
+
+bool register_workspace(std::string_view op, Backend backend, WorkspaceBytes bytes);
+
 // Binds the axes of the inputs and attributes and writes the shape and dtype of every output (no
 // data). For a binding that allocates the outputs itself. All spans follow the order of the op
 // table.
@@ -67,11 +82,16 @@ DUOMOE_EXPORT Status infer_outputs(int op, std::span<const TensorView> inputs,
                                    std::span<const AttributeValue> attributes,
                                    std::span<TensorView> outputs);
 
+// Writes the size of the workspace that a call of these inputs (no data) takes; 0 if it takes none.
+DUOMOE_EXPORT Status workspace_bytes(int op, Backend backend, std::span<const TensorView> inputs,
+                                     std::span<const AttributeValue> attributes, int64_t& bytes);
+
 // Checks everything, then runs the kernel. Writes nothing unless the checks pass.
 DUOMOE_EXPORT Status run(int op, Backend backend, std::span<const TensorView> inputs,
                          std::span<const TensorView> outputs,
                          std::span<const AttributeValue> attributes, Executor& executor);
 
 DUOMOE_EXPORT bool has_kernel(int op, Backend backend);
+DUOMOE_EXPORT bool has_workspace(int op, Backend backend);
 
 }  // namespace duomoe

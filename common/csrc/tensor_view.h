@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The types that cross the border between a binding and the core: tensors as pointers with a shape,
-// the status of a call, and the executor that lends the caller's threads, stream and scratch
-// memory.
+// the status of a call, and the executor that lends the caller's threads, stream and
+// workspace.
 #pragma once
 
 #include <array>
@@ -70,10 +70,12 @@ class Executor {
   virtual ~Executor() = default;
   // Runs task(0) .. task(count - 1), in any order, on the caller's threads; returns when all are
   // done.
-  virtual void parallel_for(int64_t count, const std::function<void(int64_t)>& task) = 0;
-  // CUDA only: device memory that lives until the call's work on `stream` is done; nullptr if there
-  // is none.
-  virtual void* scratch(size_t bytes) = 0;
+  virtual void parallel_for(int64_t count, const std::function<void(int64_t)>& task) {
+    for (int64_t i = 0; i < count; ++i) task(i);
+  }
+  // Device memory that lives until the call's work on `stream` is done, asked for once a call at
+  // most; nullptr if there is none.
+  virtual void* workspace([[maybe_unused]] int64_t bytes) { return nullptr; }
   void* stream = nullptr;
 };
 

@@ -3,9 +3,12 @@
 //
 // One XLA FFI handler per op of the core's table and platform, all from one template; pybind11
 // hands them to Python as capsules. An absent optional input is left out of the operands and named
-// by the attribute `present`, a bit per input.
+// by the attribute `present`, a bit per input. A call that takes a workspace has it as one result
+// more, behind the op's own: unlike memory that XLA lends for the length of a call, it is there too
+// when a command buffer that recorded the call is replayed.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <array>
 #include <atomic>
@@ -63,29 +66,41 @@ class CpuExecutor final : public duomoe::Executor {
     state->all_done.wait(lock, [&] { return state->done.load() == count; });
   }
 
-  void* scratch(size_t) override { return nullptr; }
-
  private:
   ffi::ThreadPool& pool_;
 };
 
+// Lends the result that stands behind the op's own.
 class CudaExecutor final : public duomoe::Executor {
  public:
-  CudaExecutor(void* cuda_stream, ffi::ScratchAllocator& allocator, bool may_take_scratch)
-      : allocator_(allocator), may_take_scratch_(may_take_scratch) {
+  CudaExecutor(void* cuda_stream, size_t outputs, const ffi::RemainingRets& rets) {
+    stream = cuda_stream;
+    if (rets.size() <= outputs) return;
+    if (auto buffer = rets.get<ffi::AnyBuffer>(outputs)) {
+      data_ = (*buffer)->untyped_data();
+      bytes_ = static_cast<int64_t>((*buffer)->size_bytes());
+    }
+  }
+  void* workspace(int64_t bytes) override { return bytes <= bytes_ ? data_ : nullptr; }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+// For calls whose workspace is not known when they are traced.
+class ScratchExecutor final : public duomoe::Executor {
+ public:
+  ScratchExecutor(void* cuda_stream, ffi::ScratchAllocator& allocator) : allocator_(allocator) {
     stream = cuda_stream;
   }
-  void parallel_for(int64_t count, const std::function<void(int64_t)>& task) override {
-    for (int64_t i = 0; i < count; ++i) task(i);
-  }
-  void* scratch(size_t bytes) override {
-    return may_take_scratch_ ? allocator_.Allocate(bytes, kAlignment).value_or(nullptr) : nullptr;
+  void* workspace(int64_t bytes) override {
+    return allocator_.Allocate(static_cast<size_t>(bytes), kAlignment).value_or(nullptr);
   }
 
  private:
   static constexpr size_t kAlignment = 16;  // XLA refuses to promise more; its allocator gives 256
   ffi::ScratchAllocator& allocator_;
-  bool may_take_scratch_;
 };
 
 std::optional<DType> dtype_of(ffi::DataType type) {
@@ -165,7 +180,7 @@ Status call_op(int index, Backend backend, duomoe::Executor& executor, ffi::Rema
     if (!buffer) return {op.name + ": " + op.inputs[i].name + " is missing"};
     if (Status s = make_view(op, op.inputs[i].name, *buffer, inputs[i]); !s.ok()) return s;
   }
-  if (at != args.size() || rets.size() != outputs.size())
+  if (at != args.size() || rets.size() < outputs.size() || rets.size() > outputs.size() + 1)
     return {op.name + ": wrong number of operands or results"};
   for (size_t i = 0; i < outputs.size(); ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
@@ -189,9 +204,16 @@ ffi::Error cpu_call(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
 }
 
 template <size_t kIndex>
-ffi::Error cuda_call(void* stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
-                     ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  CudaExecutor executor(stream, scratch, duomoe::op_table()[kIndex].cuda_scratch);
+ffi::Error cuda_call(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     ffi::Dictionary attrs) {
+  CudaExecutor executor(stream, duomoe::op_table()[kIndex].outputs.size(), rets);
+  return to_error(call_op(kIndex, Backend::kCuda, executor, args, rets, attrs));
+}
+
+template <size_t kIndex>
+ffi::Error cuda_scratch_call(void* stream, ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
+                             ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  ScratchExecutor executor(stream, scratch);
   return to_error(call_op(kIndex, Backend::kCuda, executor, args, rets, attrs));
 }
 
@@ -209,16 +231,26 @@ XLA_FFI_Error* cpu_handler(XLA_FFI_CallFrame* frame) {
 
 template <size_t kIndex>
 XLA_FFI_Error* cuda_handler(XLA_FFI_CallFrame* frame) {
-  static auto* handler = [] {
-    auto binding = ffi::Ffi::Bind()
-                       .Ctx<ffi::PlatformStream<void*>>()
-                       .Ctx<ffi::ScratchAllocator>()
-                       .RemainingArgs()
-                       .RemainingRets()
-                       .Attrs();
-    if (duomoe::op_table()[kIndex].cuda_scratch) return binding.To(cuda_call<kIndex>).release();
-    return binding.To(cuda_call<kIndex>, {ffi::Traits::kCmdBufferCompatible}).release();
-  }();
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<void*>>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs()
+                             .To(cuda_call<kIndex>, {ffi::Traits::kCmdBufferCompatible})
+                             .release();
+  return handler->Call(frame);
+}
+
+template <size_t kIndex>
+XLA_FFI_Error* cuda_scratch_handler(XLA_FFI_CallFrame* frame) {
+  static auto* handler = ffi::Ffi::Bind()
+                             .Ctx<ffi::PlatformStream<void*>>()
+                             .Ctx<ffi::ScratchAllocator>()
+                             .RemainingArgs()
+                             .RemainingRets()
+                             .Attrs()
+                             .To(cuda_scratch_call<kIndex>)
+                             .release();
   return handler->Call(frame);
 }
 
@@ -226,21 +258,52 @@ constexpr size_t kMaxOps = 64;
 
 using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
 struct Handlers {
-  Handler cpu, cuda;
+  Handler cpu, cuda, cuda_scratch;
 };
 
 template <size_t... kIndex>
 constexpr std::array<Handlers, sizeof...(kIndex)> make_handlers(std::index_sequence<kIndex...>) {
-  return {Handlers{cpu_handler<kIndex>, cuda_handler<kIndex>}...};
+  return {Handlers{cpu_handler<kIndex>, cuda_handler<kIndex>, cuda_scratch_handler<kIndex>}...};
 }
 
 constexpr auto kHandlers = make_handlers(std::make_index_sequence<kMaxOps>());
+
+// Bytes of the workspace that the CUDA kernel of a call takes; 0 if it takes none, or is not in
+// this build. A shape per input, None if it is absent; dtypes and choices as their positions.
+int64_t workspace_bytes(int index, const std::vector<std::optional<std::vector<int64_t>>>& shapes,
+                        const std::vector<int>& dtypes, const std::vector<double>& attributes) {
+  std::vector<TensorView> inputs(shapes.size());
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    if (!shapes[i]) continue;
+    inputs[i].rank = static_cast<int>(shapes[i]->size());
+    inputs[i].dtype = static_cast<DType>(dtypes[i]);
+    std::copy(shapes[i]->begin(), shapes[i]->end(), inputs[i].shape.begin());
+  }
+  std::vector<AttributeValue> values(attributes.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (duomoe::op_table()[index].attributes[i].kind == AttributeKind::kFloat) {
+      values[i].real = attributes[i];
+    } else {
+      values[i].integer = static_cast<int64_t>(attributes[i]);
+    }
+  }
+  int64_t bytes = 0;
+  const Status s = duomoe::workspace_bytes(index, Backend::kCuda, inputs, values, bytes);
+  if (!s.ok()) throw std::runtime_error("duomoe " + s.message);
+  return bytes;
+}
+
+pybind11::capsule capsule(Handler handler) {
+  return pybind11::capsule(reinterpret_cast<void*>(handler));
+}
 
 }  // namespace
 
 PYBIND11_MODULE(_binding, module) {
   module.doc() = "XLA FFI handlers of the duomoe core";
-  // {op name: (capsule for CPU, capsule for CUDA)}
+  module.def("has_workspace", [](int op) { return duomoe::has_workspace(op, Backend::kCuda); });
+  module.def("workspace_bytes", workspace_bytes);
+  // {op name: (capsule for CPU, for CUDA, for CUDA without a workspace)}
   module.def("handlers", [] {
     const auto& table = duomoe::op_table();
     if (table.size() > kMaxOps)
@@ -248,8 +311,8 @@ PYBIND11_MODULE(_binding, module) {
     pybind11::dict result;
     for (size_t i = 0; i < table.size(); ++i) {
       result[pybind11::str(table[i].name)] =
-          pybind11::make_tuple(pybind11::capsule(reinterpret_cast<void*>(kHandlers[i].cpu)),
-                               pybind11::capsule(reinterpret_cast<void*>(kHandlers[i].cuda)));
+          pybind11::make_tuple(capsule(kHandlers[i].cpu), capsule(kHandlers[i].cuda),
+                               capsule(kHandlers[i].cuda_scratch));
     }
     return result;
   });

@@ -30,7 +30,6 @@ struct SerialExecutor : duomoe::Executor {
   void parallel_for(int64_t count, const std::function<void(int64_t)>& task) override {
     while (count > 0) task(--count);
   }
-  void* scratch(size_t) override { return nullptr; }
 } executor;
 
 // What the ops of one case share, by name. A tensor's memory ends with its last element.

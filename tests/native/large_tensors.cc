@@ -40,7 +40,6 @@ struct EndsExecutor : duomoe::Executor {
       if (i < ends || i >= count - ends || middle) task(i);
     }
   }
-  void* scratch(size_t) override { return nullptr; }
 } executor;
 
 int64_t checks = 0, faults = 0;

@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -127,18 +128,16 @@ class TorchExecutor final : public duomoe::Executor {
   }
 
   // From torch's caching allocator: freed memory is reused in stream order.
-  void* scratch(size_t bytes) override {
-    TensorView view;
-    view.rank = 1;
-    view.shape[0] = static_cast<int64_t>((bytes + 3) / 4);
-    view.dtype = DType::kInt32;
-    held_.push_back(empty(view, device_type_, device_index_));
-    return held_.back().data_ptr();
+  void* workspace(int64_t bytes) override {
+    TensorView view{.dtype = DType::kUInt8, .rank = 1};
+    view.shape[0] = bytes;
+    workspace_ = empty(view, device_type_, device_index_);
+    return workspace_->data_ptr();
   }
 
  private:
   int32_t device_type_, device_index_;
-  std::vector<Tensor> held_;
+  std::optional<Tensor> workspace_;
 };
 
 void call_op(int index, StableIValue* stack) {

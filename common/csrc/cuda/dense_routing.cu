@@ -292,6 +292,12 @@ __global__ void sum_aux_loss(LossScale scale, int64_t columns, const float* load
   if (lane_id() == 0) *loss = math::scaled_aux_loss(scale.coeff, scale.factor(), sum);
 }
 
+DUOMOE_WORKSPACE(kCuda, aux_loss) {
+  const int64_t tokens = call.axis('T'), columns = call.axis('N');
+  const int64_t chunks = ceil_div(tokens, math::chunk_length(tokens));
+  return piece_bytes<float>(chunks * columns) + piece_bytes<float>(columns);
+}
+
 DUOMOE_KERNEL(kCuda, aux_loss) {
   const int64_t tokens = call.axis('T'), columns = call.axis('N');
   const int64_t length = math::chunk_length(tokens), chunks = ceil_div(tokens, length);

@@ -132,6 +132,10 @@ __global__ void subtract_mean(int64_t experts, const double* wanted, float* upda
     updated[e] = static_cast<float>(wanted[e] - mean);
 }
 
+DUOMOE_WORKSPACE(kCuda, update_expert_bias_by_quantile) {
+  return piece_bytes<double>(call.axis('E'));
+}
+
 DUOMOE_KERNEL(kCuda, update_expert_bias_by_quantile) {
   // A thread walks through all bins of its expert: small blocks, to spread them over the GPU.
   constexpr int kSmallBlock = 32;

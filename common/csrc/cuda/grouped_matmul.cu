@@ -304,6 +304,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+int64_t group_bytes(const Call& call) { return piece_bytes<Group>(call.axis('E')); }
+
 Group* groups_of(const Call& call, Queue& queue) {
   Group* groups = queue.scratch<Group>(call.axis('E'));
   queue.launch(
@@ -325,6 +327,8 @@ Status run_on_rows(const Call& call, const TensorView& result, const Product& p,
   return queue.status();
 }
 
+DUOMOE_WORKSPACE(kCuda, grouped_matmul) { return group_bytes(call); }
+
 DUOMOE_KERNEL(kCuda, grouped_matmul) {
   const int64_t d = call.axis('D'), n = call.axis('N');
   const TensorView &out = call.out("out"), &bias = call.in("bias");
@@ -341,6 +345,8 @@ DUOMOE_KERNEL(kCuda, grouped_matmul) {
                      d * n);
 }
 
+DUOMOE_WORKSPACE(kCuda, grouped_matmul_bwd_rows) { return group_bytes(call); }
+
 DUOMOE_KERNEL(kCuda, grouped_matmul_bwd_rows) {
   const int64_t d = call.axis('D'), n = call.axis('N');
   const TensorView& grad_rows = call.out("grad_rows");
@@ -356,6 +362,8 @@ DUOMOE_KERNEL(kCuda, grouped_matmul_bwd_rows) {
                       .bias_dtype = DType::kFloat32},
                      d * n);
 }
+
+DUOMOE_WORKSPACE(kCuda, grouped_matmul_bwd_w) { return group_bytes(call); }
 
 DUOMOE_KERNEL(kCuda, grouped_matmul_bwd_w) {
   const int64_t d = call.axis('D'), n = call.axis('N'), experts = call.axis('E');
@@ -385,6 +393,8 @@ __global__ void __launch_bounds__(kColumnSumWarps* kLanes)
                 e * s.columns);
   }
 }
+
+DUOMOE_WORKSPACE(kCuda, grouped_matmul_bwd_bias) { return group_bytes(call); }
 
 DUOMOE_KERNEL(kCuda, grouped_matmul_bwd_bias) {
   const int64_t n = call.axis('N'), experts = call.axis('E');

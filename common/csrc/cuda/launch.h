@@ -9,7 +9,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -26,37 +25,12 @@ inline int64_t grid_for(int64_t items, int64_t per_block) {
   return std::min<int64_t>(ceil_div(items, per_block), 1 << 20);
 }
 
-// A kernel launched with Queue::launch_early may start once every block of the kernel before it has
-// called let_next_kernel_start or ended. Before it calls wait_for_kernel_before (every thread
-// must), it writes nothing outside its block and reads nothing that the kernels before it write.
-// These need code for compute capability 9.0: with code for anything older in the build, kernels
-// start in turn.
-__device__ inline void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-__device__ inline void wait_for_kernel_before() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-constexpr bool kernels_can_overlap() {
-#ifdef __CUDA_ARCH_LIST__
-  for (int arch : {__CUDA_ARCH_LIST__}) {
-    if (arch < 900) return false;
-  }
-  return true;
-#else
-  return false;
-#endif
-}
-
-// The work of one call, in stream order. The first error stays; what comes after it is skipped.
+// The work of one call, in stream order; one per call, for it hands out the workspace. The first
+// error stays; what comes after it is skipped.
 class Queue {
  public:
   explicit Queue(const Call& call)
-      : executor_(call.executor), stream_(static_cast<cudaStream_t>(executor_.stream)) {}
+      : stream_(static_cast<cudaStream_t>(call.executor.stream)), workspace_(call.workspace) {}
 
   // No blocks, no launch.
   template <typename... Parameters, typename... Arguments>
@@ -71,26 +45,6 @@ class Queue {
     check(cudaGetLastError());
   }
 
-  // After a launch of this queue: nothing else of the call lies between the two kernels.
-  template <typename... Parameters, typename... Arguments>
-  void launch_early(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
-                    const Arguments&... arguments) {
-    if (getenv("DUOMOE_NOPDL") || !kernels_can_overlap() || blocks > std::numeric_limits<int32_t>::max())
-      return launch(kernel, blocks, threads, shared_bytes, arguments...);
-    if (!status_.ok() || blocks <= 0) return;
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(blocks));
-    config.blockDim = dim3(static_cast<unsigned>(threads));
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream_;
-    config.attrs = &overlap;
-    config.numAttrs = 1;
-    check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
-  }
-
   // Sets every byte.
   void fill(void* data, int byte, int64_t bytes) {
     if (status_.ok() && bytes > 0)
@@ -100,14 +54,16 @@ class Queue {
     fill(view.data, byte, view.size() * static_cast<int64_t>(item_size(view.dtype)));
   }
 
-  // Device memory for this call. nullptr for no elements, and after an error.
+  // A piece of the call's workspace. nullptr for no elements, and after an error.
   template <typename T>
   T* scratch(int64_t count) {
     if (!status_.ok() || count <= 0) return nullptr;
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T);
-    void* memory = executor_.scratch(bytes);
-    if (!memory) status_ = {"could not get " + std::to_string(bytes) + " bytes of scratch memory"};
-    return static_cast<T*>(memory);
+    T* piece = workspace_.take<T>(count);
+    if (!piece) {
+      status_ = {"takes more scratch memory than the " + std::to_string(workspace_.bytes()) +
+                 " bytes of its DUOMOE_WORKSPACE"};
+    }
+    return piece;
   }
 
   // The most shared memory that a block of this device may ask for; 0 after an error.
@@ -143,8 +99,8 @@ class Queue {
     if (error != cudaSuccess) status_ = {std::string("CUDA error: ") + cudaGetErrorString(error)};
   }
 
-  Executor& executor_;
   cudaStream_t stream_;
+  Workspace workspace_;
   Status status_;
 };
 

@@ -233,15 +233,12 @@ struct Layout {
         weighted_experts(by_weight ? experts : 0) {}
 
   int64_t bytes() const {
-    constexpr int64_t kUnit = 256;
-    const auto piece = [](int64_t n, int64_t size) { return ceil_div(n * size, kUnit) * kUnit; };
-    return piece(places, sizeof(int32_t)) + piece(weighted_experts, sizeof(int64_t)) +
-           piece(weighted_slots, sizeof(int32_t)) + piece(weighted_slots, sizeof(uint32_t));
+    return piece_bytes<int32_t>(places) + piece_bytes<int64_t>(weighted_experts) +
+           piece_bytes<int32_t>(weighted_slots) + piece_bytes<uint32_t>(weighted_slots);
   }
 };
 
-// All scratch memory of a call, each piece rounded up to 256 bytes.
-[[maybe_unused]] static int64_t plan_dispatch_workspace(const Call& call) {
+DUOMOE_WORKSPACE(kCuda, plan_dispatch) {
   return Layout(call).bytes();
 }
 

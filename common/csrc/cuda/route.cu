@@ -37,7 +37,6 @@ __global__ void __launch_bounds__(kJoinColumns* math::kStrands)
     if (run.begin < run.end) chunks = (run.end - run.begin + a.chunk_length - 1) / a.chunk_length;
   }
   const int64_t first = at * a.chunks_per_run;
-  wait_for_kernel_before();
 
   float sum = 0.0f;
   int32_t count = 0, loss_count = 0;
@@ -128,12 +127,18 @@ struct Plan {
   }
 
   int64_t chunks() const { return runs * chunks_per_run; }
+  int64_t partial_words() const { return chunks() * stride; }
   int64_t stream_words() const {
     return needs_streams(experts)
                ? chunks() * math::kStreams * ceil_div(experts, kAdjacent) * kAdjacent
                : 0;
   }
 };
+
+DUOMOE_WORKSPACE(kCuda, route) {
+  const Plan plan(call);
+  return piece_bytes<uint32_t>(plan.partial_words()) + piece_bytes<float>(plan.stream_words());
+}
 
 DUOMOE_KERNEL(kCuda, route) {
   const Plan plan(call);
@@ -164,7 +169,7 @@ DUOMOE_KERNEL(kCuda, route) {
           .clear_expert_counts = sequences > 1,
           .chunk_length = plan.chunk_length,
           .chunks_per_run = std::max<int64_t>(1, plan.chunks_per_run),
-          .partials = {.words = queue.scratch<uint32_t>(chunks * plan.stride), .stride = plan.stride},
+          .partials = {.words = queue.scratch<uint32_t>(plan.partial_words()), .stride = plan.stride},
           .streams = queue.scratch<float>(plan.stream_words())};
 
   if (call.in("first_token").present()) {
@@ -181,7 +186,7 @@ DUOMOE_KERNEL(kCuda, route) {
                   .logsumexp_sq = call.out("logsumexp_sq").as<float>(),
                   .num_tokens = call.out("num_tokens").as<int32_t>(),
                   .sequence_counts = call.out("sequence_counts").as<int32_t>()};
-  queue.launch_early(join_chunks, sequences * ceil_div(experts + 1, kJoinColumns),
+  queue.launch(join_chunks, sequences * ceil_div(experts + 1, kJoinColumns),
                      kJoinColumns * math::kStrands, 0, a, join);
   return queue.status();
 }

@@ -104,7 +104,6 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes)
   __shared__ uint32_t group_keys[kMaxWarps][kMaxExperts];
 
   clear_expert_counts(a);
-  let_next_kernel_start();
   const Chunk chunk = chunk_of(a, blockIdx.x);
   if (chunk.begin >= chunk.end) return;
   const int experts = a.experts, padded = layout.padded(), tile = layout.tile();

@@ -171,7 +171,6 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes)
   __shared__ int32_t stream_tokens[kStreams];
 
   clear_expert_counts(a);
-  let_next_kernel_start();
   const Chunk chunk = chunk_of(a, blockIdx.x);
   if (chunk.begin >= chunk.end) return;
   const int experts = a.experts, warp = warp_id(), padded = layout.padded;

@@ -295,7 +295,6 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   VectorReader<kVectors, kMode> reader(a, t);
   if (left > 0) reader.fetch();
   clear_expert_counts(a);
-  let_next_kernel_start();
   if (chunk.begin >= chunk.end) return;
   const int padded = (experts + kAdjacent - 1) / kAdjacent * kAdjacent;
   // [streams][E]: what a row is chosen by, or the scores of a row that is left to route_token; in

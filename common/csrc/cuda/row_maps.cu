@@ -128,15 +128,24 @@ __global__ void list_rows(int64_t tokens, int64_t experts, const int32_t* row_of
   }
 }
 
-DUOMOE_KERNEL(kCuda, plan_mask) {
-  const int64_t experts = call.axis('E'), limit = call.integer("limit");
+Mask mask_of(const Call& call) {
   Mask mask{.marks = call.in("routing_map").as<const uint8_t>(),
             .tokens = call.axis('T'),
-            .experts = experts,
+            .experts = call.axis('E'),
             .per_block = 0,
             .blocks = 0};
   mask.per_block = std::max(kMinTokensPerBlock, ceil_div(mask.tokens, kMaxTokenBlocks));
   mask.blocks = ceil_div(mask.tokens, mask.per_block);
+  return mask;
+}
+
+DUOMOE_WORKSPACE(kCuda, plan_mask) {
+  return piece_bytes<int32_t>(mask_of(call).blocks * call.axis('E'));
+}
+
+DUOMOE_KERNEL(kCuda, plan_mask) {
+  const int64_t experts = call.axis('E'), limit = call.integer("limit");
+  const Mask mask = mask_of(call);
   const int64_t grid = grid_for(mask.blocks * experts, kThreads);
   int32_t* row_of_slot = call.out("row_of_slot").as<int32_t>();
   int32_t* expert_counts = call.out("expert_counts").as<int32_t>();
@@ -275,8 +284,8 @@ __global__ void number_slots(int64_t slots, int64_t num_rows, const int32_t* sor
   }
 }
 
-DUOMOE_KERNEL(kCuda, sort_slots) {
-  const int64_t slots = call.axis('T') * call.axis('K'), num_rows = call.axis('R');
+Pass first_pass(const Call& call) {
+  const int64_t slots = call.axis('T') * call.axis('K');
   Pass pass{.ids = call.in("indices").as<const int32_t>(),
             .order = nullptr,
             .count = slots,
@@ -284,6 +293,18 @@ DUOMOE_KERNEL(kCuda, sort_slots) {
             .blocks = 0,
             .shift = 0};
   pass.blocks = ceil_div(slots, pass.per_block);
+  return pass;
+}
+
+DUOMOE_WORKSPACE(kCuda, sort_slots) {
+  const Pass pass = first_pass(call);
+  return piece_bytes<int32_t>(pass.blocks * kDigits) +
+         piece_bytes<int32_t>(pass.blocks ? kDigits : 0) + 2 * piece_bytes<int32_t>(pass.count);
+}
+
+DUOMOE_KERNEL(kCuda, sort_slots) {
+  Pass pass = first_pass(call);
+  const int64_t slots = pass.count, num_rows = call.axis('R');
   const int64_t grid = ceil_div(pass.blocks, kWarps);
   constexpr int64_t kBytes = sizeof(int32_t);
 

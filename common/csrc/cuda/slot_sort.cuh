@@ -102,7 +102,6 @@ struct Rows {
 static __global__ void __launch_bounds__(kSortThreads)
     count_slots(SlotBlocks slots, uint32_t* counts) {
   extern __shared__ uint32_t histogram[];
-  let_next_kernel_start();
 #pragma unroll 1
   for (int e = threadIdx.x; e < slots.pitch; e += kSortThreads) histogram[e] = 0;
   __syncthreads();
@@ -137,8 +136,6 @@ static __global__ void __launch_bounds__(kSortThreads)
 static __global__ void __launch_bounds__(kLanes* kLanes)
     scan_counts(SlotBlocks slots, uint32_t* counts, int32_t* routed_counts) {
   __shared__ uint32_t sums[kLanes][kLanes];
-  let_next_kernel_start();
-  wait_for_kernel_before();
   const int e = blockIdx.x * kLanes + lane_id();
   const int rows = (slots.blocks + kLanes - 1) / kLanes, begin = warp_id() * rows;
   uint32_t row[kScanRows], sum = 0;
@@ -365,7 +362,6 @@ static __global__ void __launch_bounds__(kSortThreads, 2)
     }
     in_tile = sum_over_warps(slots, histogram);
     if (tile_begin == begin) {
-      wait_for_kernel_before();
       if (slots.one_tile()) {
         if (pair < slots.pitch) {
           place[pair] = place[pair + 1] = 0;
@@ -435,10 +431,10 @@ inline void sort_by_expert(Queue& queue, const SlotBlocks& slots, const Rows& ro
   queue.launch(count_slots, slots.blocks, kSortThreads, slots.pitch * sizeof(uint32_t), slots,
                counts);
   if (slots.scanned) {
-    queue.launch_early(scan_counts, ceil_div(slots.experts, kLanes), kLanes * kLanes, 0, slots,
+    queue.launch(scan_counts, ceil_div(slots.experts, kLanes), kLanes * kLanes, 0, slots,
                        counts, rows.routed_counts);
   }
-  queue.launch_early(place_slots, grid, kSortThreads, slots.shared_bytes(), slots, rows, counts);
+  queue.launch(place_slots, grid, kSortThreads, slots.shared_bytes(), slots, rows, counts);
 }
 
 }  // namespace duomoe::cuda
