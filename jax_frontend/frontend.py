@@ -94,6 +94,10 @@ class JaxFrontEnd:
     ) -> tuple[jax.Array, ...]:
         """Check the arguments, then run the op."""
         spec = ops.table()[op]
+        inputs = [
+            None if x is None else self.check_array(f"{op}: {s.name}", x)
+            for s, x in zip(spec.inputs, inputs, strict=True)
+        ]
         shapes = [None if x is None else x.shape for x in inputs]
         dtypes = [None if x is None else x.dtype.name for x in inputs]
         spec.bind(shapes, dtypes, attributes)

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ DTYPES = {
     "bool": torch.bool,
     "uint8": torch.uint8,
 }
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(x: torch.Tensor) -> str:
@@ -29,15 +30,49 @@ def dtype_name(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def overload(op: ops.Op) -> Any:
+def overload(name: str) -> Any:
     """The torch operator of an op."""
-    return getattr(torch.ops.duomoe, op.name).default
+    return getattr(torch.ops.duomoe, name).default
+
+
+_plain_overload = functools.cache(overload)  # not for what torch.compile traces
+
+
+def is_plain(inputs: Sequence[Any]) -> bool:
+    """Whether this is an eager call on torch's own tensors that nothing traces or transforms."""
+    if torch.compiler.is_compiling() or _transforming():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    return all([x is None or (type(x) in _PLAIN_TYPES and not x.is_meta) for x in inputs])
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def run(
+    op: ops.Op, inputs: Sequence[torch.Tensor | None], values: tuple[Any, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Run an op where `is_plain`; `values` are its attributes in the table's order.
+
+    Past the dispatcher's autograd kernel, which torch.library writes in Python and which costs a
+    small call more than all the rest: it is an autograd.Function with the same rules.
+    """
+    result: Any
+    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs]):
+        result = _eager_function(op.name).apply(*inputs, *values)
+    else:
+        with torch._C._AutoDispatchBelowAutograd():
+            result = _plain_overload(op.name)(*inputs, *values)
+    return result if isinstance(result, tuple) else (result,)
 
 
 def call(
-    op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: dict[str, Any]
+    op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     """Run an op; the result is a tuple, of one output too."""
+    if is_plain(inputs):
+        return run(op, inputs, op.plain_values(attributes))
     if not transforming():
         return _call_operator(op, inputs, attributes)
     result = _function(op.name).apply(*inputs, *op.attribute_values(attributes))
@@ -45,9 +80,9 @@ def call(
 
 
 def _call_operator(
-    op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: dict[str, Any]
+    op: ops.Op, inputs: Sequence[torch.Tensor | None], attributes: Mapping[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    result = overload(op)(*inputs, *op.attribute_values(attributes))
+    result = overload(op.name)(*inputs, *op.attribute_values(attributes))
     return result if isinstance(result, tuple) else (result,)
 
 
@@ -57,8 +92,10 @@ def transforming() -> bool:
     What torch.library.register_autograd makes does not work under torch.func, and drops tangents
     without an error; there an op is called as an autograd.Function with the same rules.
     """
-    if torch.compiler.is_compiling():
-        return False
+    return not torch.compiler.is_compiling() and _transforming()
+
+
+def _transforming() -> bool:
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
@@ -101,17 +138,20 @@ Backward = Callable[..., Any]
 
 def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
     """setup_context and backward of an op with a gradient."""
+    integers = [i for i, spec in enumerate(op.outputs) if not spec.is_float]
+    names = [a.name for a in op.attributes]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensors, ctx.attributes = _split(op, inputs)
+        tensors = inputs[: len(op.inputs)]
         outputs = output if isinstance(output, tuple) else (output,)
         pool = {"input": tensors, "output": outputs}
-        ctx.plan = op.gradient_plan(tuple(t is not None for t in tensors))
-        ctx.save_for_backward(*(pool[kind][i] for kind, i in ctx.plan.residuals))
-        ctx.input_shapes, ctx.input_dtypes = _shapes(tensors)
-        ctx.output_kinds = [(o.shape, o.dtype, o.device) for o in outputs]
-        integers = [o for o, spec in zip(outputs, op.outputs, strict=True) if not spec.is_float]
-        ctx.mark_non_differentiable(*integers)
+        ctx.plan = plan = op.gradient_plan(tuple([t is not None for t in tensors]))
+        ctx.save_for_backward(*[pool[kind][i] for kind, i in plan.residuals])
+        ctx.attributes = inputs[len(op.inputs) :]
+        ctx.input_kinds = [None if t is None else (t.shape, t.dtype) for t in tensors]
+        of_output = [(i, outputs[i]) for i in plan.cotangents]
+        ctx.output_kinds = {i: (o.shape, o.dtype, o.device) for i, o in of_output}
+        ctx.mark_non_differentiable(*[outputs[i] for i in integers])
         # No zeros for integer outputs, nor for float ones that nobody used: `backward` makes those.
         ctx.set_materialize_grads(False)
 
@@ -127,15 +167,17 @@ def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
             shape, dtype, device = ctx.output_kinds[i]
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        attributes = dict(zip(names, ctx.attributes, strict=True))
+        dtypes = [None if kind is None else DTYPE_NAMES[kind[1]] for kind in ctx.input_kinds]
         result: list[Any] = [None] * (len(op.inputs) + len(op.attributes))
         for step in ctx.plan.steps:
             if not any(ctx.needs_input_grad[i] for i in step.targets):
                 continue
-            attributes = op.gradient_attributes(step, ctx.attributes, ctx.input_dtypes)
-            gradients = call(step.op, [fetch(s) for s in step.sources], attributes)
+            options = op.gradient_attributes(step, attributes, dtypes)
+            gradients = call(step.op, [fetch(s) for s in step.sources], options)
             for target, gradient in zip(step.targets, gradients, strict=True):
                 if ctx.needs_input_grad[target]:
-                    shape = ctx.input_shapes[target]
+                    shape = ctx.input_kinds[target][0]
                     lacks_axes = gradient.dim() != len(shape)
                     result[target] = gradient.expand(shape) if lacks_axes else gradient
         return tuple(result)
@@ -191,13 +233,31 @@ def _vmap_rule(op: ops.Op, run: Callable[..., tuple[torch.Tensor, ...]]) -> Call
 
 
 @functools.cache
+def _eager_function(name: str) -> type[torch.autograd.Function]:
+    """An op as an autograd.Function for `run`; one whose forward pass takes the context, for which
+    torch looks at no signature.
+    """
+    setup_context, backward = _rules(ops.table()[name])
+    operator = overload(name)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            output = operator(*args)
+        setup_context(ctx, args, output)
+        return output
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), members)
+
+
+@functools.cache
 def _function(name: str) -> type[torch.autograd.Function]:
     """An op as an autograd.Function that torch.func can transform."""
     op = ops.table()[name]
     setup_context, backward = _rules(op)
 
     def forward(*args: Any) -> Any:
-        return overload(op)(*args)
+        return overload(name)(*args)
 
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RuntimeError(f"duomoe: {name} has no forward-mode derivative")

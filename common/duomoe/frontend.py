@@ -50,7 +50,9 @@ class FrontEnd(Protocol):
     def call(
         self, op: str, inputs: Sequence[Array | None], attributes: Mapping[str, Any]
     ) -> tuple[Array, ...]:
-        """Run an op of the table."""
+        """Run an op of the table, or raise what is wrong with its inputs: TypeError naming the
+        one that is no array, ValueError or TypeError on a shape or dtype.
+        """
 
     def check_over(self, over: Any) -> None:
         """TypeError if `over` is nothing to sum over."""

@@ -72,12 +72,7 @@ class Functions:
         self, op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]
     ) -> tuple[Array, ...]:
         """Run an op; a field of a record that is no array is refused by its name."""
-        specs = self._table[op].inputs
-        checked = [
-            None if x is None else self._frontend.check_array(f"{op}: {spec.name}", x)
-            for spec, x in zip(specs, inputs, strict=True)
-        ]
-        return self._frontend.call(op, checked, attributes)
+        return self._frontend.call(op, inputs, attributes)
 
     def _named(
         self, op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from duomoe import library
@@ -63,12 +64,13 @@ class GradientStep:
 
 @dataclasses.dataclass(frozen=True)
 class GradientPlan:
-    """The backward ops that have the gradient of an input that is there, and what they need of the
-    forward pass: ("input", j) and ("output", j).
+    """The backward ops that have the gradient of an input that is there, what they need of the
+    forward pass, ("input", j) and ("output", j), and whose cotangents.
     """
 
     steps: tuple[GradientStep, ...]
     residuals: tuple[tuple[str, int], ...]
+    cotangents: tuple[int, ...]  # outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,14 @@ class Op:
         return tuple(
             float(values[a.name]) if a.kind == "float" else values[a.name] for a in self.attributes
         )
+
+    @functools.cached_property
+    def plain_values(self) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+        """`attribute_values` without the conversion to float, several times as fast."""
+        names = [a.name for a in self.attributes]
+        if len(names) > 1:
+            return operator.itemgetter(*names)
+        return lambda values: tuple(values[name] for name in names)
 
     # -- shapes and dtypes -------------------------------------------------------------------------
 
@@ -206,7 +216,8 @@ class Op:
             steps = tuple(s for s in self.gradient_steps if any(present[t] for t in s.targets))
             sources = {source for step in steps for source in step.sources}
             residuals = tuple(sorted(source for source in sources if source[0] != "grad"))
-            plan = self._gradient_plans[present] = GradientPlan(steps, residuals)
+            cotangents = tuple(sorted(i for kind, i in sources if kind == "grad"))
+            plan = self._gradient_plans[present] = GradientPlan(steps, residuals, cotangents)
         return plan
 
     @functools.cached_property
