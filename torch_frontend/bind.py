@@ -35,19 +35,29 @@ def overload(name: str) -> Any:
     return getattr(torch.ops.duomoe, name).default
 
 
-_plain_overload = functools.cache(overload)  # not for what torch.compile traces
-
-
 def is_plain(inputs: Sequence[Any]) -> bool:
-    """Whether this is an eager call on torch's own tensors that nothing traces or transforms."""
+    """Whether this is an eager call on torch's own dense tensors that nothing traces or transforms,
+    so that of the dispatcher's keys only autograd and the backend count.
+    """
     if torch.compiler.is_compiling() or _transforming():
         return False
     if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
         return False
-    return all([x is None or (type(x) in _PLAIN_TYPES and not x.is_meta) for x in inputs])
+    for x in inputs:
+        if x is None:
+            continue
+        if type(x) not in _PLAIN_TYPES or not (x.is_cuda or x.is_cpu):
+            return False
+        if x.layout is not torch.strided or x.is_neg() or x._is_zerotensor():
+            return False
+        if _is_wrapped(x):  # what torch.func leaves behind in a pullback
+            return False
+    return True
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+_CPU, _CUDA = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, k)) for k in ("CPU", "CUDA"))
 
 
 def run(
@@ -56,15 +66,36 @@ def run(
     """Run an op where `is_plain`; `values` are its attributes in the table's order.
 
     Past the dispatcher's autograd kernel, which torch.library writes in Python and which costs a
-    small call more than all the rest: it is an autograd.Function with the same rules.
+    small call more than all the rest: here it is an autograd.Function with the same rules.
     """
     result: Any
-    if torch.is_grad_enabled() and any([x is not None and x.requires_grad for x in inputs]):
-        result = _eager_function(op.name).apply(*inputs, *values)
-    else:
-        with torch._C._AutoDispatchBelowAutograd():
-            result = _plain_overload(op.name)(*inputs, *values)
+    if torch.is_grad_enabled():
+        for x in inputs:
+            if x is not None and x.requires_grad:
+                result = _eager_function(op.name).apply(*inputs, *values)
+                return result if isinstance(result, tuple) else (result,)
+    result = _backend_call(op.name)(*inputs, *values)
     return result if isinstance(result, tuple) else (result,)
+
+
+@functools.cache
+def _backend_call(name: str) -> Callable[..., Any]:
+    """An operator's kernel for the device of its arguments, where `is_plain`."""
+    operator = overload(name)
+    redispatch = operator._handle.redispatch_boxed
+    count = len(ops.table()[name].inputs)
+
+    def call(*args: Any) -> Any:
+        # A redispatch is nothing that a profiler or a torch function mode sees.
+        if torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack():
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(*args)
+        for x in args[:count]:
+            if x is not None and x.is_cuda:
+                return redispatch(_CUDA, *args)
+        return redispatch(_CPU, *args)
+
+    return call
 
 
 def call(
@@ -238,11 +269,10 @@ def _eager_function(name: str) -> type[torch.autograd.Function]:
     torch looks at no signature.
     """
     setup_context, backward = _rules(ops.table()[name])
-    operator = overload(name)
+    run_backend = _backend_call(name)
 
     def forward(ctx: Any, *args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            output = operator(*args)
+        output = run_backend(*args)
         setup_context(ctx, args, output)
         return output
 

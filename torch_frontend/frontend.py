@@ -47,6 +47,19 @@ class _Fork(torch.autograd.Function):
         return _Fork.apply(x), (in_dims[0], in_dims[0])
 
 
+class _EagerFork(torch.autograd.Function):
+    """_Fork for eager calls: for a forward pass that takes the context, torch looks at no
+    signature, which costs more than all the rest.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        return x.detach(), x.detach()
+
+    backward = _Fork.backward
+
+
 class _Join(torch.autograd.Function):
     """The core's sum of two tensors."""
 
@@ -204,6 +217,10 @@ class TorchFrontEnd:
 
     def fork(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` twice, its cotangents joined by the core."""
+        if bind.is_plain((x,)):
+            if torch.is_grad_enabled() and x.requires_grad:
+                return _EagerFork.apply(x)
+            return x.detach(), x.detach()
         return _Fork.apply(x)
 
     def join(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
