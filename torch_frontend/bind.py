@@ -46,18 +46,27 @@ def is_plain(inputs: Sequence[Any]) -> bool:
     for x in inputs:
         if x is None:
             continue
-        if type(x) not in _PLAIN_TYPES or not (x.is_cuda or x.is_cpu):
-            return False
-        if x.layout is not torch.strided or x.is_neg() or x._is_zerotensor():
-            return False
-        if _is_wrapped(x):  # what torch.func leaves behind in a pullback
+        if type(x) not in _PLAIN_TYPES or _dispatch_keys(x).raw_repr() not in _PLAIN_KEYS:
             return False
     return True
 
 
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+def _key_set(*names: str) -> Any:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, names[0]))
+    for name in names[1:]:
+        keys = keys.add(getattr(torch._C.DispatchKey, name))
+    return keys
+
+
+_dispatch_keys = torch._C._dispatch_keys
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-_CPU, _CUDA = (torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, k)) for k in ("CPU", "CUDA"))
+_CPU, _CUDA = _key_set("CPU"), _key_set("CUDA")
+# Of an inference tensor and of any other. More keys: sparse, negated, a wrapper of torch.func, ...
+_PLAIN_KEYS = {
+    _key_set(device, f"Autocast{device}", *more).raw_repr()
+    for device in ("CPU", "CUDA")
+    for more in ((), ("ADInplaceOrView", f"Autograd{device}"))
+}
 
 
 def run(
@@ -72,7 +81,7 @@ def run(
     if torch.is_grad_enabled():
         for x in inputs:
             if x is not None and x.requires_grad:
-                result = _eager_function(op.name).apply(*inputs, *values)
+                result = _eager_function(op.name).apply(values, *inputs)
                 return result if isinstance(result, tuple) else (result,)
     result = _backend_call(op.name)(*inputs, *values)
     return result if isinstance(result, tuple) else (result,)
@@ -164,11 +173,11 @@ def _register_fake(op: ops.Op) -> None:
 
 
 SetupContext = Callable[[Any, tuple[Any, ...], Any], None]
-Backward = Callable[..., Any]
+Gradients = Callable[..., Any]  # of the context, which inputs need one, and the cotangents
 
 
-def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
-    """setup_context and backward of an op with a gradient."""
+def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Gradients]:
+    """setup_context and gradients of an op with a gradient."""
     integers = [i for i, spec in enumerate(op.outputs) if not spec.is_float]
     names = [a.name for a in op.attributes]
 
@@ -186,7 +195,7 @@ def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
         # No zeros for integer outputs, nor for float ones that nobody used: `backward` makes those.
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def gradients(ctx: Any, needed: Sequence[bool], *grads: torch.Tensor | None) -> tuple[Any, ...]:
         saved = dict(zip(ctx.plan.residuals, ctx.saved_tensors, strict=True))
 
         def fetch(source: tuple[str, int]) -> torch.Tensor | None:
@@ -202,21 +211,21 @@ def _gradient_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
         dtypes = [None if kind is None else DTYPE_NAMES[kind[1]] for kind in ctx.input_kinds]
         result: list[Any] = [None] * (len(op.inputs) + len(op.attributes))
         for step in ctx.plan.steps:
-            if not any(ctx.needs_input_grad[i] for i in step.targets):
+            if not any(needed[i] for i in step.targets):
                 continue
             options = op.gradient_attributes(step, attributes, dtypes)
-            gradients = call(step.op, [fetch(s) for s in step.sources], options)
-            for target, gradient in zip(step.targets, gradients, strict=True):
-                if ctx.needs_input_grad[target]:
+            found = call(step.op, [fetch(s) for s in step.sources], options)
+            for target, gradient in zip(step.targets, found, strict=True):
+                if needed[target]:
                     shape = ctx.input_kinds[target][0]
                     lacks_axes = gradient.dim() != len(shape)
                     result[target] = gradient.expand(shape) if lacks_axes else gradient
         return tuple(result)
 
-    return setup_context, backward
+    return setup_context, gradients
 
 
-def _refusing_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
+def _refusing_rules(op: ops.Op) -> tuple[SetupContext, Gradients]:
     """Those of an op without a gradient: it refuses, rather than count as a constant."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -224,14 +233,24 @@ def _refusing_rules(op: ops.Op) -> tuple[SetupContext, Backward]:
         integers = [o for o, spec in zip(outputs, op.outputs, strict=True) if not spec.is_float]
         ctx.mark_non_differentiable(*integers)
 
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def gradients(ctx: Any, needed: Sequence[bool], *grads: Any) -> Any:
         raise RuntimeError(ops.not_twice_differentiable(op.name))
 
-    return setup_context, backward
+    return setup_context, gradients
 
 
-def _rules(op: ops.Op) -> tuple[SetupContext, Backward]:
+def _rules(op: ops.Op) -> tuple[SetupContext, Gradients]:
     return _gradient_rules(op) if op.backward else _refusing_rules(op)
+
+
+def _dispatcher_rules(op: ops.Op) -> tuple[SetupContext, Callable[..., Any]]:
+    """setup_context and backward, for a function of the inputs and attributes one by one."""
+    setup_context, gradients = _rules(op)
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return gradients(ctx, ctx.needs_input_grad, *grads)
+
+    return setup_context, backward
 
 
 def _vmap_rule(op: ops.Op, run: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., Any]:
@@ -266,15 +285,20 @@ def _vmap_rule(op: ops.Op, run: Callable[..., tuple[torch.Tensor, ...]]) -> Call
 @functools.cache
 def _eager_function(name: str) -> type[torch.autograd.Function]:
     """An op as an autograd.Function for `run`; one whose forward pass takes the context, for which
-    torch looks at no signature.
+    torch looks at no signature, and all attributes as one argument.
     """
-    setup_context, backward = _rules(ops.table()[name])
+    setup_context, gradients = _rules(ops.table()[name])
     run_backend = _backend_call(name)
+    count = len(ops.table()[name].inputs)
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, values: tuple[Any, ...], *inputs: Any) -> Any:
+        args = inputs + values
         output = run_backend(*args)
         setup_context(ctx, args, output)
         return output
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, *gradients(ctx, ctx.needs_input_grad[1:], *grads)[:count])
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), members)
@@ -284,7 +308,7 @@ def _eager_function(name: str) -> type[torch.autograd.Function]:
 def _function(name: str) -> type[torch.autograd.Function]:
     """An op as an autograd.Function that torch.func can transform."""
     op = ops.table()[name]
-    setup_context, backward = _rules(op)
+    setup_context, backward = _dispatcher_rules(op)
 
     def forward(*args: Any) -> Any:
         return overload(name)(*args)
@@ -309,6 +333,6 @@ def register() -> None:
         qualified = f"duomoe::{op.name}"
         _register_fake(op)
         if any(o.is_float for o in op.outputs):
-            setup_context, backward = _rules(op)
+            setup_context, backward = _dispatcher_rules(op)
             torch.library.register_autograd(qualified, backward, setup_context=setup_context)
         torch.library.register_vmap(qualified, _vmap_rule(op, _call_operator))

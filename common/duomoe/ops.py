@@ -228,13 +228,17 @@ class Op:
         self, step: GradientStep, attributes: Mapping[str, Any], input_dtypes: Sequence[str | None]
     ) -> dict[str, Any]:
         """The attributes of one backward op; the dtype of an absent input counts as float32."""
-        names = [spec.name for spec in self.inputs]
+        positions = self._input_positions
         return {
-            a.name: (input_dtypes[names.index(a.dtype_of)] or "float32")
+            a.name: (input_dtypes[positions[a.dtype_of]] or "float32")
             if a.dtype_of
             else attributes[a.name]
             for a in step.op.attributes
         }
+
+    @functools.cached_property
+    def _input_positions(self) -> dict[str, int]:
+        return {spec.name: i for i, spec in enumerate(self.inputs)}
 
 
 def _parse(entry: dict[str, Any]) -> Op:
