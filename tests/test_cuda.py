@@ -229,6 +229,14 @@ def test_graph(gpu: Any, rng: Rng, order: str) -> None:
     assert equal(expected, captured)
 
 
+def test_eager_calls_go_straight_to_the_backend(gpu: Any, rng: Rng) -> None:
+    from torch_frontend import bind
+
+    x = gpu.array(normal(rng, 4, 8))
+    assert bind.is_plain((x, None, x.clone().requires_grad_(), x.bfloat16().t()))
+    assert not bind.is_plain((x, x.to_sparse()))
+
+
 def test_side_stream(gpu: Any, rng: Rng) -> None:
     """Kernels run on the current stream: they see an input that this stream writes late."""
     params, values = block_params(gpu, rng), gpu.array(normal(rng, 200, D))

@@ -27,7 +27,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def dtype_name(x: torch.Tensor) -> str:
     """The dtype's name without its module."""
-    return str(x.dtype).removeprefix("torch.")
+    return DTYPE_NAMES.get(x.dtype) or str(x.dtype).removeprefix("torch.")
 
 
 def overload(name: str) -> Any:

@@ -19,6 +19,7 @@ from duomoe.dispatch import DispatchFunctions, plan_options
 from duomoe.ops import FLOAT_DTYPES
 from duomoe.results import Array, DispatchPlan, MoEParams
 
+_DEFAULT_EXPERTS = ExpertConfig()
 # The factor of the shared experts' output: the sigmoid of a logit of its own.
 _SHARED_ROUTER = RouterConfig(1, 1, score="sigmoid", normalize=False)
 
@@ -83,7 +84,7 @@ class ExpertFunctions(DispatchFunctions):
         arguments.record("params", params, MoEParams)
         experts = options.experts
         if experts is None:
-            experts = ExpertConfig()
+            experts = _DEFAULT_EXPERTS
         arguments.record("experts", experts, ExpertConfig)
         arguments.one_of("gate_dtype", options.gate_dtype, FLOAT_DTYPES)
         arguments.boolean("recompute", options.recompute)

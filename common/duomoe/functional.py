@@ -35,6 +35,7 @@ class Functions:
     def __init__(self, frontend: FrontEnd) -> None:
         self._frontend = frontend
         self._table = table()  # read once: torch.compile cannot trace the loading of the library
+        self._output_names = {n: tuple(o.name for o in op.outputs) for n, op in table().items()}
 
     # -- arguments ---------------------------------------------------------------------------------
 
@@ -78,8 +79,7 @@ class Functions:
         self, op: str, inputs: Sequence[Any], attributes: Mapping[str, Any]
     ) -> dict[str, Array]:
         """Run an op; its outputs by name."""
-        outputs = self._call(op, inputs, attributes)
-        return {spec.name: out for spec, out in zip(self._table[op].outputs, outputs, strict=True)}
+        return dict(zip(self._output_names[op], self._call(op, inputs, attributes), strict=True))
 
     # -- router ------------------------------------------------------------------------------------
 

@@ -143,6 +143,7 @@ class TorchExecutor final : public duomoe::Executor {
 void call_op(int index, StableIValue* stack) {
   const OpSpec& op = duomoe::op_table()[index];
   std::vector<std::pair<const std::string*, Tensor>> held;
+  held.reserve(op.inputs.size());
   std::vector<TensorView> inputs(op.inputs.size());
   std::vector<int> held_of_input(op.inputs.size(), -1);
   size_t at = 0;
@@ -210,6 +211,7 @@ void call_op(int index, StableIValue* stack) {
   if (Status s = duomoe::infer_outputs(index, inputs, attributes, outputs); !s.ok())
     fail(s.message);
   std::vector<Tensor> results;
+  results.reserve(outputs.size());
   for (TensorView& view : outputs) {
     results.push_back(empty(view, device_type, device_index));
     view.data = results.back().data_ptr();

@@ -11,7 +11,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "../math/scalar.h"
 #include "../registry.h"
@@ -83,13 +85,28 @@ class Queue {
     return count;
   }
 
-  // Lets a kernel be launched with up to `bytes` of dynamic shared memory; 48 KB need no leave.
+  // Lets a kernel be launched with up to `bytes` of dynamic shared memory; 48 KB need no leave. The
+  // runtime is asked once per kernel and device.
   template <typename... Parameters>
   void allow_shared(void (*kernel)(Parameters...), size_t bytes) {
+    struct Allowed {
+      const void* kernel;
+      int device;
+      size_t bytes;
+    };
+    static std::mutex mutex;
+    static std::vector<Allowed> allowed;
+    int device = 0;
+    if (status_.ok()) check(cudaGetDevice(&device));
     if (!status_.ok()) return;
-    check(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize,
+    const void* function = reinterpret_cast<const void*>(kernel);
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const Allowed& a : allowed) {
+      if (a.kernel == function && a.device == device && a.bytes >= bytes) return;
+    }
+    check(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                static_cast<int>(bytes)));
+    if (status_.ok()) allowed.push_back({function, device, bytes});
   }
 
   const Status& status() const { return status_; }
