@@ -96,10 +96,8 @@ class Bound:
             return 0
         if not all(isinstance(n, int) for shape in shapes if shape is not None for n in shape):
             return None
-        values = [
-            a.choices.index(value) if a.kind == "choice" else value
-            for a, value in zip(self.op.attributes, self.attributes.values(), strict=True)
-        ]
+        given = [(a, self.attributes[a.name]) for a in self.op.attributes]
+        values = [a.choices.index(v) if a.kind == "choice" else v for a, v in given]
         positions = [-1 if dtype is None else list(DTYPES).index(dtype) for dtype in dtypes]
         return _binding.workspace_bytes(index, shapes, positions, values)
 
