@@ -81,7 +81,7 @@ def run(
     if torch.is_grad_enabled():
         for x in inputs:
             if x is not None and x.requires_grad:
-                result = _eager_function(op.name).apply(values, *inputs)
+                result = _eager_function(op.name)(values, *inputs)
                 return result if isinstance(result, tuple) else (result,)
     result = _backend_call(op.name)(*inputs, *values)
     return result if isinstance(result, tuple) else (result,)
@@ -283,9 +283,9 @@ def _vmap_rule(op: ops.Op, run: Callable[..., tuple[torch.Tensor, ...]]) -> Call
 
 
 @functools.cache
-def _eager_function(name: str) -> type[torch.autograd.Function]:
-    """An op as an autograd.Function for `run`; one whose forward pass takes the context, for which
-    torch looks at no signature, and all attributes as one argument.
+def _eager_function(name: str) -> Callable[..., Any]:
+    """The `apply` of an op's autograd.Function for `run`; one whose forward pass takes the context,
+    so that torch looks at no signature, and all attributes as one argument.
     """
     setup_context, gradients = _rules(ops.table()[name])
     run_backend = _backend_call(name)
@@ -301,7 +301,12 @@ def _eager_function(name: str) -> type[torch.autograd.Function]:
         return (None, *gradients(ctx, ctx.needs_input_grad[1:], *grads)[:count])
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(name, (torch.autograd.Function,), members)
+    return plain_apply(type(name, (torch.autograd.Function,), members))
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without its Python part, which looks for torch.func's wrappers."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 @functools.cache

@@ -60,6 +60,9 @@ class _EagerFork(torch.autograd.Function):
     backward = _Fork.backward
 
 
+_eager_fork = bind.plain_apply(_EagerFork)
+
+
 class _Join(torch.autograd.Function):
     """The core's sum of two tensors."""
 
@@ -219,7 +222,7 @@ class TorchFrontEnd:
         """`x` twice, its cotangents joined by the core."""
         if bind.is_plain((x,)):
             if torch.is_grad_enabled() and x.requires_grad:
-                return _EagerFork.apply(x)
+                return _eager_fork(x)
             return x.detach(), x.detach()
         return _Fork.apply(x)
 
