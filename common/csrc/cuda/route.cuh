@@ -52,6 +52,7 @@ struct Route {
   bool separate_loss_counts;  // the loss counts another selection than the routing's
   bool clear_expert_counts;   // several sequences add to them
   int64_t chunk_length, chunks_per_run;
+  bool one_run;  // all tokens are of one sequence
   Partials partials;
   float* streams;  // [chunks][kStreams][E as whole vectors] for route_rows.cu: see needs_streams
 
@@ -66,6 +67,10 @@ struct Chunk {
   int64_t begin, end;
 };
 __device__ inline Chunk chunk_of(const Route& a, int64_t chunk) {
+  if (a.one_run) {
+    const int64_t begin = chunk * a.chunk_length, end = begin + a.chunk_length;
+    return {begin, end < a.range.tokens ? end : a.range.tokens};
+  }
   const Run run = run_of(a.range, chunk / a.chunks_per_run);
   const int64_t begin = run.begin + chunk % a.chunks_per_run * a.chunk_length;
   const int64_t end = begin + a.chunk_length < run.end ? begin + a.chunk_length : run.end;
@@ -191,6 +196,7 @@ __device__ void write_partials(const Route& a, const int32_t* counts, bool copy_
                                F stream) {
   const int experts = a.experts, threads = static_cast<int>(blockDim.x);
   float* sums = a.partials.sums(blockIdx.x);
+#pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < experts; e += threads) {
     float sum = 0.0f;
 #pragma unroll
@@ -199,6 +205,7 @@ __device__ void write_partials(const Route& a, const int32_t* counts, bool copy_
   }
   if (copy_counts) {
     int32_t* to = a.partials.counts(blockIdx.x, experts);
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += threads) to[i] = counts[i];
   }
   if (threadIdx.x == 0) {

@@ -305,6 +305,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   float* scratch = reinterpret_cast<float*>(spaces[warp].candidates);
   const uint32_t candidates = shared_address(spaces[warp].candidates);
   const uint32_t best = shared_address(spaces[warp].best);
+#pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += kThreads) counts[i] = 0;
 
   typename Vectors::Values b, sums;
@@ -312,10 +313,18 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     const int e = Vectors::expert(i);
-    b[i] = a.bias && e < experts ? a.bias[e] + 0.0f : 0.0f;  // -0 + 0 = +0
+    sums[i] = b[i] = 0.0f;
+    if (!a.bias) continue;
+    b[i] = !kAny || e < experts ? a.bias[e] + 0.0f : 0.0f;  // -0 + 0 = +0
     finite_bias = finite_bias && math::absolute(b[i]) < 1e30f;
-    if (warp == 0 && e < experts) bias[e] = b[i];
-    sums[i] = 0.0f;
+  }
+  if (warp == 0) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int e = Vectors::expert(kAdjacent * j), i = kAdjacent * j;
+      if (!kAny || e < experts)
+        *reinterpret_cast<float4*>(bias + e) = make_float4(b[i], b[i + 1], b[i + 2], b[i + 3]);
+    }
   }
   // With other biases no row is moderate.
   const float limit = __all_sync(kAllLanes, finite_bias) ? math::moderate_limit(kScore) : -1.0f;
