@@ -142,14 +142,18 @@ inline __device__ __noinline__ void route_token(const Route& a, int64_t t, Row& 
   __syncwarp();
 }
 
-// The weight of lane k's slot in a moderate row, for K <= 32: `score` is the slot's, 0 where it has
-// no expert. Lanes without one divide something that is no trouble.
-__device__ inline float slot_weight(const RouterOptions& options, float score) {
-  const float sum = warp_sum(score);
-  const float value = math::weight_divisor(options.normalize, options.eps_mode, sum, options.eps).value;
+// The weight of a slot of a moderate row: `score` is the slot's, 0 where it has no expert, `sum` that
+// of all slots. Lanes without an expert divide something that is no trouble.
+__device__ inline float divided_weight(const RouterOptions& options, float score, float sum) {
+  const float value =
+      math::weight_divisor(options.normalize, options.eps_mode, sum, options.eps).value;
   const bool used = score > 0.0f;
   const float weight = (used ? score : 1.0f) / (used ? value : 1.0f) * options.scale;
   return used ? weight : 0.0f;
+}
+// For K <= 32 and slot k in lane k.
+__device__ inline float slot_weight(const RouterOptions& options, float score) {
+  return divided_weight(options, score, warp_sum(score));
 }
 
 // The sum of logsumexp^2 over a stream's tokens, of which lanes hold the sums of exponentials until

@@ -1,6 +1,6 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
-#include "route_vectors.cuh"
+#include "route_pairs.cuh"
 
 namespace duomoe::cuda {
 
@@ -16,10 +16,11 @@ bool launch_route_vectors(Queue& queue, const Route& a, int64_t chunks) {
         a.groups.count > kLanes || a.groups.score_k > 2)
       return false;
   }
-  const bool plain = a.experts % kColumns == 0 && a.whole_vectors && !grouped && !a.mask &&
-                     !a.given && !a.on_logit && !a.separate_loss_counts &&
+  const bool plain = a.experts % kColumns == 0 && a.whole_vectors && !a.mask && !a.given && !a.on_logit && !a.separate_loss_counts &&
                      a.options.score != Score::kSqrtSoftplus && a.dtype != DType::kFloat16;
-  if (plain) {
+  if (plain && a.experts <= kMaxPairExperts && a.top_k <= kHalf) {
+    launch_route_pairs(queue, a, chunks, group_shift);
+  } else if (plain && !grouped) {
     launch_plain_vectors(queue, a, chunks);
   } else {
     launch_vectors<VectorMode::kAny, Score::kSoftmax, Score::kSigmoid, Score::kSqrtSoftplus>(

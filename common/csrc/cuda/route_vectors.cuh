@@ -231,12 +231,15 @@ template <int kVectors, VectorMode kMode>
 struct VectorReader {
   const Route& a;
   int64_t next;      // the next token's first element
-  int64_t step;      // from a token to the stream's next
+  int64_t step;      // from a token to the next
   const char* plain;  // this lane's first element of it
-  Raw raw[kVectors];
+  Raw raw[kVectors] = {};
 
-  __device__ VectorReader(const Route& route, int64_t t)
-      : a(route), next(t * route.experts), step(static_cast<int64_t>(kStreams) * route.experts) {
+  // From token t on every `tokens`-th of a stream.
+  __device__ VectorReader(const Route& route, int64_t t, int tokens = 1)
+      : a(route),
+        next(t * route.experts),
+        step(static_cast<int64_t>(tokens) * kStreams * route.experts) {
     plain = a.logits + (next + kAdjacent * lane_id()) * item_bytes(a.dtype);
   }
 
@@ -378,24 +381,24 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
                      : make_float4(s[i], s[i + 1], s[i + 2], s[i + 3]);
       }
       Slot slot{-1, 0.0f};
+      typename Vectors::Values v;
+      const auto set_values = [&](float bias_factor) {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) {
+          v[i] = kAny ? math::fma(b[i], bias_factor, on_logit ? z[i] : s[i]) : s[i] + b[i];
+          if (kAny && i >= kElements - kAdjacent && Vectors::expert(i) >= experts)
+            v[i] = -math::infinity();
+        }
+      };
+      const auto select = [&](float bias_factor, unsigned kept_groups, float& bound) {
+        const SharedValues values{mine, bias, bias_factor, experts, kept_groups, group_shift};
+        return Vectors::select(v, top_k, values, candidates, best, bound);
+      };
       if (kAny && a.given) {
         __syncwarp();
         if (lane < top_k) slot.id = given_id(a, t * top_k + lane);
         if (slot.id >= 0) slot.chosen_by = mine[slot.id];
       } else {
-        typename Vectors::Values v;
-        const auto select = [&](float bias_factor, unsigned kept_groups, float& bound) {
-          const SharedValues values{mine, bias, bias_factor, experts, kept_groups, group_shift};
-          return Vectors::select(v, top_k, values, candidates, best, bound);
-        };
-        const auto set_values = [&](float bias_factor) {
-#pragma unroll
-          for (int i = 0; i < kElements; ++i) {
-            v[i] = kAny ? math::fma(b[i], bias_factor, on_logit ? z[i] : s[i]) : s[i] + b[i];
-            if (kAny && i >= kElements - kAdjacent && Vectors::expert(i) >= experts)
-              v[i] = -math::infinity();
-          }
-        };
         set_values(1.0f);
         unsigned kept_groups = ~0u;
         if (kAny && !a.groups.all_stay())
@@ -405,13 +408,13 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
           const uint64_t found = load_shared(best + 8 * lane);
           slot = {static_cast<int32_t>(found), math::float_of(static_cast<uint32_t>(found >> 32))};
         }
-        if (kAny && done && a.separate_loss_counts) {
-          __syncwarp();
-          set_values(0.0f);
-          done = select(0.0f, ~0u, loss_bound);
-          if (done && lane < top_k)
-            atomicAdd(counts + experts + static_cast<int32_t>(load_shared(best + 8 * lane)), 1);
-        }
+      }
+      if (kAny && done && a.separate_loss_counts) {
+        __syncwarp();
+        set_values(0.0f);
+        done = select(0.0f, ~0u, loss_bound);
+        if (done && lane < top_k)
+          atomicAdd(counts + experts + static_cast<int32_t>(load_shared(best + 8 * lane)), 1);
       }
       if (done) {
         float score = slot.chosen_by;

@@ -1,0 +1,41 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+#include "route_pairs.cuh"
+
+namespace duomoe::cuda {
+namespace {
+
+template <VectorMode kMode, bool kGrouped>
+void launch_mode(Queue& queue, const Route& a, int64_t chunks, int group_shift) {
+  const size_t bytes = sizeof(float) * (2 * kStreams + 2) * a.experts;
+  const auto launch = [&](auto softmax, auto sigmoid) {
+    queue.launch(a.options.score == Score::kSoftmax ? softmax : sigmoid, chunks, kStreams * kLanes,
+                 bytes, a, group_shift);
+  };
+  switch (a.experts / kColumns) {
+    case 1:
+      return launch(route_pairs<1, Score::kSoftmax, kMode, kGrouped>,
+                    route_pairs<1, Score::kSigmoid, kMode, kGrouped>);
+    case 2:
+      return launch(route_pairs<2, Score::kSoftmax, kMode, kGrouped>,
+                    route_pairs<2, Score::kSigmoid, kMode, kGrouped>);
+    default:
+      return launch(route_pairs<3, Score::kSoftmax, kMode, kGrouped>,
+                    route_pairs<3, Score::kSigmoid, kMode, kGrouped>);
+  }
+}
+
+}  // namespace
+
+void launch_route_pairs(Queue& queue, const Route& a, int64_t chunks, int group_shift) {
+  const bool grouped = !a.groups.all_stay();
+  if (a.dtype == DType::kFloat32) {
+    grouped ? launch_mode<VectorMode::kPlainFloat32, true>(queue, a, chunks, group_shift)
+            : launch_mode<VectorMode::kPlainFloat32, false>(queue, a, chunks, group_shift);
+  } else {
+    grouped ? launch_mode<VectorMode::kPlainBFloat16, true>(queue, a, chunks, group_shift)
+            : launch_mode<VectorMode::kPlainBFloat16, false>(queue, a, chunks, group_shift);
+  }
+}
+
+}  // namespace duomoe::cuda

@@ -1,0 +1,327 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// `route` for the common case of route_vectors.cuh, two tokens of a stream at a time: each by the
+// whole warp as long as its row is in registers, then each by half a warp. That halves the
+// instructions that do not grow with E, and two chains of dependent instructions overlap.
+#pragma once
+
+#include "route_vectors.cuh"
+
+namespace duomoe::cuda {
+
+constexpr int kHalf = kLanes / 2;
+constexpr int kMaxPairExperts = 3 * kColumns;
+
+// What a warp's selection takes of shared memory, for each of two tokens.
+struct PairSpace {
+  // Ids of the candidates; their math::composite, then zeros, at addresses that share no bank with
+  // those of the other token.
+  int32_t ids[2][kLanes];
+  alignas(16) uint64_t keys[2][kLanes + kAdjacent + 2];
+  static_assert(sizeof(keys) >= sizeof(SelectionSpace::candidates));
+  uint64_t best[2][kHalf];  // id and what it is chosen by
+};
+
+// Writes the ids of the values that reach the bound; how many they are. None are written unless they
+// are 32 at most.
+template <int kElements>
+__device__ int gather_from(const float (&v)[kElements], float bound, uint32_t ids) {
+  int mine = 0;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) mine += v[i] >= bound;
+  // A prefix sum over the lanes, bit by bit of `mine`.
+  const unsigned lanes_before = (1u << lane_id()) - 1;
+  int before = 0, count = 0;
+  const auto add_bit = [&](int bit) {
+    const unsigned lanes = __ballot_sync(kAllLanes, mine >> bit & 1);
+    before += __popc(lanes & lanes_before) << bit;
+    count += __popc(lanes) << bit;
+  };
+  add_bit(0);
+  add_bit(1);
+  if (__any_sync(kAllLanes, mine > 3)) {
+    add_bit(2);
+    add_bit(3);
+  }
+  if (count > kLanes) return count;
+  uint32_t at = ids + 4 * before;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    const int id = i / kAdjacent * kColumns + i % kAdjacent + kAdjacent * lane_id();
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %1, %2;\n\t@p st.shared.u32 [%0], %3;\n\t"
+        "@p add.u32 %0, %0, 4;\n\t}"
+        : "+r"(at)
+        : "f"(v[i]), "f"(bound), "r"(id)
+        : "memory");
+  }
+  return count;
+}
+
+// How many keys of a list of `count`, which zeros follow, are above `key`.
+__device__ inline int count_above(uint64_t key, uint32_t keys, int count) {
+  int above = 0;
+#pragma unroll 1
+  for (const uint32_t end = keys + 8 * count; keys < end; keys += 32) {
+    const ulonglong2 one = load_shared_pair(keys), two = load_shared_pair(keys + 16);
+    count_greater(above, one.x, key);
+    count_greater(above, one.y, key);
+    count_greater(above, two.x, key);
+    count_greater(above, two.y, key);
+  }
+  return above;
+}
+
+__device__ inline uint64_t slot_word(int32_t id, float chosen_by) {
+  return static_cast<uint32_t>(id) | static_cast<uint64_t>(math::bits_of(chosen_by)) << 32;
+}
+
+// The K <= 16 best of one token's 17 to 32 candidates.
+inline __device__ __noinline__ void rank_one(int count, int top_k, const SharedValues& value,
+                                             PairSpace& space, int which) {
+  const int lane = lane_id();
+  __syncwarp();
+  const bool there = lane < count;
+  const int32_t id = there ? space.ids[which][lane] : 0;
+  const uint64_t key = there ? composite_of_number(value(id), id) : 0;
+  space.keys[which][lane] = key;
+  if (lane < kAdjacent) space.keys[which][kLanes + lane] = 0;
+  __syncwarp();
+  const int better = count_above(key, shared_address(space.keys[which]), count);
+  if (there && better < top_k) space.best[which][better] = slot_word(id, value.chosen_by[id]);
+  __syncwarp();
+}
+
+// slot_weight for the lanes of a half, K <= 16.
+__device__ inline float half_slot_weight(const RouterOptions& options, float score) {
+  float sum = score;
+  for (int width = kHalf / 2; width > 0; width /= 2) sum += __shfl_xor_sync(kAllLanes, sum, width);
+  return divided_weight(options, score, sum);
+}
+
+// One block per chunk, one warp per stream; K <= 16.
+template <int kVectors, Score kScore, VectorMode kMode, bool kGrouped>
+__global__ void __launch_bounds__(kStreams* kLanes, 2)
+    route_pairs(const __grid_constant__ Route a, int group_shift) {
+  using Vectors = VectorRow<kVectors>;
+  constexpr bool kSoftmax = kScore == Score::kSoftmax;
+  constexpr int kElements = Vectors::kElements, kThreads = kStreams * kLanes;
+  constexpr int kExperts = kVectors * kColumns;
+  extern __shared__ float shared_memory[];
+  __shared__ PairSpace spaces[kStreams];
+  __shared__ float stream_logsumexp_sq[kStreams];
+  __shared__ int32_t stream_tokens[kStreams];
+
+  const Chunk chunk = chunk_of(a, blockIdx.x);
+  const int warp = warp_id(), lane = lane_id(), top_k = a.top_k;
+  int64_t t = chunk.begin + warp;
+  int left = t < chunk.end ? static_cast<int>((chunk.end - t + kStreams - 1) / kStreams) : 0;
+  VectorReader<kVectors, kMode> readers[2] = {{a, t, 2}, {a, t + kStreams, 2}};
+  const auto fetch = [&](int tokens) {
+    if (tokens > 0) readers[0].fetch();
+    if (tokens > 1) readers[1].fetch();
+  };
+  fetch(left);
+  clear_expert_counts(a);
+  if (chunk.begin >= chunk.end) return;
+  // [streams][2][E]: what a row is chosen by, or the scores of a row that is left to route_token; in
+  // the end a stream's sums.
+  float* mine = shared_memory + warp * 2 * kExperts;
+  float* bias = shared_memory + kStreams * 2 * kExperts;
+  int32_t* counts = reinterpret_cast<int32_t*>(bias + kExperts);
+  PairSpace& space = spaces[warp];
+  const uint32_t ids = shared_address(space.ids), keys = shared_address(space.keys),
+                 best = shared_address(space.best);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < kExperts; i += kThreads) counts[i] = 0;
+
+  typename Vectors::Values b, sums;
+  bool finite_bias = true;
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    sums[i] = b[i] = 0.0f;
+    if (!a.bias) continue;
+    b[i] = a.bias[Vectors::expert(i)] + 0.0f;  // -0 + 0 = +0
+    finite_bias = finite_bias && math::absolute(b[i]) < 1e30f;
+  }
+  if (warp == 0) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const int i = kAdjacent * j;
+      *reinterpret_cast<float4*>(bias + Vectors::expert(i)) =
+          make_float4(b[i], b[i + 1], b[i + 2], b[i + 3]);
+    }
+  }
+  // With other biases no row is moderate.
+  const float limit = __all_sync(kAllLanes, finite_bias) ? math::moderate_limit(kScore) : -1.0f;
+  __syncthreads();
+
+  const int half = lane / kHalf, half_lane = lane % kHalf;
+  float* half_mine = mine + half * kExperts;
+  int32_t* ids_out = a.indices + (t + half * kStreams) * top_k + half_lane;
+  float* weights_out = a.weights + (t + half * kStreams) * top_k + half_lane;
+  LogSumExps logsumexps;
+  float guess = math::infinity();  // a bound that did for a token before
+#pragma unroll 1
+  for (; left > 0; left -= 2, t += 2 * kStreams, ids_out += 2 * kStreams * top_k,
+                   weights_out += 2 * kStreams * top_k) {
+    typename Vectors::Values z[2], s[2], u[2];
+    readers[0].unpack_into(z[0]);
+    readers[1].unpack_into(z[1]);  // of a token that is not there: any numbers
+    fetch(left - 2);
+    float lane_exponentials[2], lane_scores[2], exponential_sum[2], share[2];
+    bool moderate = true;  // both
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      float magnitude = 0.0f;
+      Columns exponentials, scores;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        magnitude = fmaxf(magnitude, fabsf(z[p][i]));
+        u[p][i] = math::exp_moderate(z[p][i]);
+        if (!kSoftmax) s[p][i] = moderate_score<kScore>(z[p][i], u[p][i]);
+        // Sums of positive numbers: 0 + u = u.
+        const int c = i % kAdjacent;
+        exponentials[c] = i < kAdjacent ? u[p][i] : exponentials[c] + u[p][i];
+        if (!kSoftmax) scores[c] = i < kAdjacent ? s[p][i] : scores[c] + s[p][i];
+      }
+      lane_exponentials[p] = join_columns(exponentials);
+      if (!kSoftmax) lane_scores[p] = join_columns(scores);
+      // fmaxf passes over NaN, of which exp_moderate makes more than a moderate row can have.
+      const bool row = magnitude <= limit && lane_exponentials[p] < 1e37f;
+      moderate = moderate && (__all_sync(kAllLanes, row) != 0 || p >= left);
+    }
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      exponential_sum[p] = warp_sum(lane_exponentials[p]);
+      share[p] = math::reciprocal(kSoftmax ? exponential_sum[p] : warp_sum(lane_scores[p]));
+      if (!kSoftmax) continue;
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) s[p][i] = u[p][i] * share[p];
+    }
+    if (moderate) {
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        if (p >= left) continue;
+        logsumexps.add(exponential_sum[p]);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i)
+          sums[i] = math::fma(kSoftmax ? u[p][i] : s[p][i], share[p], sums[i]);
+      }
+    }
+
+    bool selected[2];
+    int count[2];
+    float bound[2];
+    unsigned kept_groups[2] = {~0u, ~0u};
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      typename Vectors::Values v;
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const int i = kAdjacent * j;
+        *reinterpret_cast<float4*>(mine + p * kExperts + Vectors::expert(i)) =
+            make_float4(s[p][i], s[p][i + 1], s[p][i + 2], s[p][i + 3]);
+      }
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) v[i] = s[p][i] + b[i];
+      if (kGrouped) {
+        kept_groups[p] = Vectors::keep_best_groups(a.groups, group_shift, v,
+                                                   reinterpret_cast<float*>(space.keys[p]));
+      }
+      bound[p] = guess;
+      count[p] = gather_from(v, guess, ids + 4 * kLanes * p);
+      if (moderate && (count[p] < top_k || count[p] > kHalf)) {
+        float maximum[1] = {v[0]};
+#pragma unroll
+        for (int i = 1; i < kElements; ++i) maximum[0] = fmaxf(maximum[0], v[i]);
+        bound[p] = bound_of_best(maximum, top_k + 2);
+        count[p] = gather_from(v, bound[p], ids + 4 * kLanes * p);
+        if (count[p] >= top_k && count[p] <= kHalf) {
+          guess = bound[p];
+        } else {
+          bound[p] = bound_of_best(maximum, top_k);
+          count[p] = gather_from(v, bound[p], ids + 4 * kLanes * p);
+        }
+      }
+      selected[p] = moderate && count[p] >= top_k;
+    }
+
+    if (selected[0] && selected[1] && count[0] <= kHalf && count[1] <= kHalf) {
+      __syncwarp();
+      const int own_count = half ? count[1] : count[0];
+      const uint32_t own_keys = keys + half * static_cast<uint32_t>(sizeof(space.keys[0]));
+      int32_t id = 0;
+      if (half_lane < own_count) id = space.ids[half][half_lane];
+      const float chosen_by = half_mine[id];
+      const uint64_t key =
+          half_lane < own_count ? composite_of_number(chosen_by + bias[id], id) : 0;
+      store_shared(own_keys + 8 * half_lane, key);
+      __syncwarp();
+      const int better = count_above(key, own_keys, max(count[0], count[1]));
+      if (half_lane < own_count && better < top_k)
+        store_shared(best + 8 * (half * kHalf + better), slot_word(id, chosen_by));
+      __syncwarp();
+    } else {
+      for (int p = 0; p < 2; ++p) {
+        if (!selected[p]) continue;
+        const SharedValues values{mine + p * kExperts, bias,           1.0f, kExperts,
+                                  kept_groups[p],      kGrouped ? group_shift : kNoGroups};
+        if (count[p] <= kLanes) {
+          rank_one(count[p], top_k, values, space, p);
+        } else {
+          selected[p] = select_ties(values, bound[p], top_k, keys, best + 8 * kHalf * p);
+        }
+      }
+    }
+
+    const bool own_selected = half ? selected[1] && left > 1 : selected[0];
+    Slot slot{0, 0.0f};
+    if (half_lane < top_k && own_selected) {
+      const uint64_t word = load_shared(best + 8 * lane);
+      slot = {static_cast<int32_t>(word), math::float_of(static_cast<uint32_t>(word >> 32))};
+    }
+    const float weight = half_slot_weight(a.options, slot.chosen_by);
+    if (slot.chosen_by > 0.0f) {
+      *ids_out = slot.id;
+      *weights_out = weight;
+      atomicAdd(counts + slot.id, 1);
+    }
+    if (!(selected[0] && (selected[1] || left < 2))) {
+      for (int p = 0; p < 2 && p < left; ++p) {
+        if (selected[p]) continue;
+        float* scores = mine + p * kExperts;
+        __syncwarp();
+        Row row{.score = kScore, .experts = kExperts, .z = a.row(t + p * kStreams), .s = scores};
+        route_token(a, t + p * kStreams, row, reinterpret_cast<uint32_t*>(space.keys[p]), counts,
+                    counts);
+        if (moderate) continue;  // the statistics have it
+        logsumexps.add_ready(row.logsumexp);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i)
+          sums[i] = math::fma(scores[Vectors::expert(i)], row.share, sums[i]);
+      }
+    }
+    __syncwarp();  // all have read `mine`
+  }
+
+  const float logsumexp_sq = logsumexps.sum_of_squares();
+  if (lane == 0) {
+    stream_logsumexp_sq[warp] = logsumexp_sq;
+    stream_tokens[warp] = logsumexps.count();
+  }
+#pragma unroll
+  for (int j = 0; j < kVectors; ++j) {
+    const int i = kAdjacent * j;
+    *reinterpret_cast<float4*>(mine + Vectors::expert(i)) =
+        make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+  }
+  __syncthreads();
+  write_partials(a, counts, true, stream_logsumexp_sq, stream_tokens,
+                 [&](int j, int e) { return shared_memory[j * 2 * kExperts + e]; });
+}
+
+void launch_route_pairs(Queue& queue, const Route& a, int64_t chunks, int group_shift);
+
+}  // namespace duomoe::cuda
