@@ -1,7 +1,8 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What the kernels of `route_bwd` share: its arguments, and the gradient of a token whatever its row.
+// What the kernels of `route_bwd` share: its arguments, and the gradient of a token whatever its
+// row.
 #pragma once
 
 #include "route_row.cuh"
@@ -32,6 +33,20 @@ struct RouteBwd {
     return position / range.sequence_length;
   }
 };
+
+// a / b, correctly rounded: the compiler's own steps, less its check that operands, quotient and
+// remainders are normal.
+__device__ inline float normal_quotient(float a, float b) {
+  const float y = math::reciprocal(b);
+  float q = a * y;
+  q = math::fma(math::fma(-q, b, a), y, q);
+  return math::fma(math::fma(-q, b, a), y, q);
+}
+// Whether it serves the weights of moderate rows, whose scores are at least e^-66, and eps /
+// divisor.
+inline bool normal_divisors(const RouterOptions& options) {
+  return options.eps == 0.0f || (options.eps >= 1e-20f && options.eps <= 1e6f);
+}
 
 // `row` is ready for compute(); `grad` has room for E floats and `of_slot` for K.
 inline __device__ __noinline__ void route_bwd_token(const RouteBwd& a, int64_t t, int64_t sequence,
