@@ -14,12 +14,13 @@ constexpr int kThreads = kMaxWarps * kLanes;
 enum class Rows { kFloat32, kBFloat16, kAny };
 
 // Blocks that a multiprocessor holds at once.
-constexpr int blocks_for(int vectors) { return vectors == 1 ? 4 : vectors == 2 ? 3 : 2; }
+constexpr int blocks_for(int vectors) { return vectors == 1 ? 4 : vectors < 4 ? 3 : 2; }
 
 // Words of shared memory for a warp: the scores (exponentials for softmax), what slots add to
-// experts, for elementwise scores the slopes, and a word per slot for route_bwd_token.
+// experts, for elementwise scores the slopes and the exponentials, and a word per slot for
+// route_bwd_token.
 __host__ __device__ constexpr int words_for(int padded, bool softmax) {
-  return (softmax ? 2 : 3) * padded + kLanes;
+  return (softmax ? 2 : 4) * padded + kLanes;
 }
 
 // Cotangents and what is made of them neither overflow nor are NaN if they are below this.
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
     route_bwd_vectors(const __grid_constant__ RouteBwd a) {
   constexpr int kElements = kAdjacent * kVectors;
   constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kRows == Rows::kAny;
+  constexpr bool kReload = !kSoftmax && kVectors == 3;  // slopes, for lack of registers
   constexpr int kNoEnd = std::numeric_limits<int>::max();
   extern __shared__ float shared_memory[];
   const DType dtype = kRows == Rows::kFloat32    ? DType::kFloat32
@@ -64,7 +66,8 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
   float* scores_of_row = shared_memory + warp_id() * words_for(padded, kSoftmax);
   float* added = scores_of_row + padded;  // -0 but for slots, which leaves every number as it is
   float* slopes_of_row = added + padded;
-  float* of_slot = kSoftmax ? slopes_of_row : slopes_of_row + padded;
+  float* exponentials_of_row = slopes_of_row + padded;
+  float* of_slot = kSoftmax ? slopes_of_row : exponentials_of_row + padded;
 
   const float limit = math::moderate_limit(kScore);
   const int row_bytes = experts * static_cast<int>(item_bytes(dtype));
@@ -176,6 +179,9 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
         if (kScore == Score::kSigmoid)
           *reinterpret_cast<float4*>(slopes_of_row + e) =
               make_float4(slope[i], slope[i + 1], slope[i + 2], slope[i + 3]);
+        if (!kSoftmax && grad_logsumexp_sq != 0.0f)  // for each lane itself
+          *reinterpret_cast<float4*>(exponentials_of_row + e) =
+              make_float4(u[i], u[i + 1], u[i + 2], u[i + 3]);
       }
       __syncwarp();
       // A NaN escapes the magnitude, but its exponential is NaN or above 2^127: its bits are those
@@ -252,9 +258,19 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
       __syncwarp();
 
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        grad[i] = x[i] * share * (g[i] - mean);
-        if (!kSoftmax) grad[i] *= slope[i];
+      for (int j = 0; j < kVectors; ++j) {
+        if (kReload && j * kColumns < end) {
+          const float4 v = *reinterpret_cast<const float4*>(slopes_of_row + first + j * kColumns);
+          slope[kAdjacent * j] = v.x;
+          slope[kAdjacent * j + 1] = v.y;
+          slope[kAdjacent * j + 2] = v.z;
+          slope[kAdjacent * j + 3] = v.w;
+        }
+#pragma unroll
+        for (int i = kAdjacent * j; i < kAdjacent * (j + 1); ++i) {
+          grad[i] = x[i] * share * (g[i] - mean);
+          if (!kSoftmax) grad[i] *= slope[i];
+        }
       }
       if (grad_logsumexp_sq != 0.0f) {
         const float softmax_factor =
@@ -262,12 +278,23 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
         if (softmax_factor != 0.0f) {
           const float factor = inverse * softmax_factor;
 #pragma unroll
-          for (int i = 0; i < kElements; ++i) grad[i] = math::fma(u[i], factor, grad[i]);
+          for (int j = 0; j < kVectors; ++j) {
+            if (j * kColumns >= end) continue;
+            float4 v = make_float4(x[kAdjacent * j], x[kAdjacent * j + 1], x[kAdjacent * j + 2],
+                                   x[kAdjacent * j + 3]);
+            if (!kSoftmax)
+              v = *reinterpret_cast<const float4*>(exponentials_of_row + first + j * kColumns);
+            float* four = grad + kAdjacent * j;
+            four[0] = math::fma(v.x, factor, four[0]);
+            four[1] = math::fma(v.y, factor, four[1]);
+            four[2] = math::fma(v.z, factor, four[2]);
+            four[3] = math::fma(v.w, factor, four[3]);
+          }
         }
       }
       if (kSoftmax && rest != 0.0f) {
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) grad[i] = math::fma(-(u[i] * inverse), rest, grad[i]);
+        for (int i = 0; i < kElements; ++i) grad[i] = math::fma(-(x[i] * inverse), rest, grad[i]);
       }
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
