@@ -14,7 +14,8 @@ struct RouteBwd {
   TokenRange range;
   int experts, top_k;
   DType dtype;
-  bool whole_vectors;  // of the logits and their gradient
+  bool whole_vectors;     // of the logits and their gradient
+  bool whole_cotangents;  // whether grad_score_sums can be read four at once
   const char* logits;
   const int32_t* indices;
   const uint8_t* mask;  // may be null
@@ -33,6 +34,29 @@ struct RouteBwd {
     return position / range.sequence_length;
   }
 };
+
+// What a kernel is compiled for: the dtype, rows of whole vectors and what else it names, or any.
+enum class Rows { kFloat32, kBFloat16, kAny };
+template <Rows kRows>
+__device__ inline DType dtype_of(const RouteBwd& a) {
+  return kRows == Rows::kFloat32    ? DType::kFloat32
+         : kRows == Rows::kBFloat16 ? DType::kBFloat16
+                                    : a.dtype;
+}
+
+// store_four of elements of which none is NaN, or may be (without_nan = false).
+__device__ inline void store_bfloat16s(bool without_nan, const float* z, void* data, int at) {
+#if defined(__CUDA_ARCH__)
+  if (without_nan) {
+    uint2 half;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(half.x) : "f"(z[1]), "f"(z[0]));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(half.y) : "f"(z[3]), "f"(z[2]));
+    __stcs(reinterpret_cast<uint2*>(static_cast<uint16_t*>(data) + at), half);
+    return;
+  }
+#endif
+  store_four(DType::kBFloat16, z, data, 0, at, std::numeric_limits<int>::max(), true);
+}
 
 // a / b, correctly rounded: the compiler's own steps, less its check that operands, quotient and
 // remainders are normal.

@@ -10,9 +10,7 @@ namespace {
 
 constexpr int kThreads = kMaxWarps * kLanes;
 
-// kFloat32, kBFloat16: whole vectors, E % 128 = 0, normal_divisors. kAny: no condition.
-enum class Rows { kFloat32, kBFloat16, kAny };
-
+// Rows::kFloat32, kBFloat16: whole vectors, E % 128 = 0, normal_divisors. kAny: no condition.
 // Blocks that a multiprocessor holds at once.
 constexpr int blocks_for(int vectors) { return vectors == 1 ? 4 : vectors < 4 ? 3 : 2; }
 
@@ -25,18 +23,6 @@ __host__ __device__ constexpr int words_for(int padded, bool softmax) {
 
 // Cotangents and what is made of them neither overflow nor are NaN if they are below this.
 constexpr float kTame = 1e30f;
-
-// store_four without NaNs.
-__device__ inline void store_tame_bfloat16(const float* z, void* data, int at) {
-#if defined(__CUDA_ARCH__)
-  uint2 half;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(half.x) : "f"(z[1]), "f"(z[0]));
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(half.y) : "f"(z[3]), "f"(z[2]));
-  __stcs(reinterpret_cast<uint2*>(static_cast<uint16_t*>(data) + at), half);
-#else
-  store_four(DType::kBFloat16, z, data, 0, at, std::numeric_limits<int>::max(), true);
-#endif
-}
 
 // Adds element i of a row, x >= 0, to its column; the first one, to which the 0 need not be added.
 __device__ inline void add(Columns& columns, int i, float x) {
@@ -55,9 +41,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
   constexpr bool kReload = !kSoftmax && kVectors == 3;  // slopes, for lack of registers
   constexpr int kNoEnd = std::numeric_limits<int>::max();
   extern __shared__ float shared_memory[];
-  const DType dtype = kRows == Rows::kFloat32    ? DType::kFloat32
-                      : kRows == Rows::kBFloat16 ? DType::kBFloat16
-                                                 : a.dtype;
+  const DType dtype = dtype_of<kRows>(a);
   const int experts = kAny ? a.experts : kVectors * kColumns;
   const int padded = (experts + kAdjacent - 1) / kAdjacent * kAdjacent;
   const int lane = lane_id(), first = kAdjacent * lane;  // and kColumns on, 2 kColumns on, ...
@@ -308,15 +292,9 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
         if (kRows != Rows::kBFloat16) store_four(dtype, four, to, 0, j * kColumns, end, whole);
       }
       if (kRows == Rows::kBFloat16) {
-        if (tame_row) {
 #pragma unroll
-          for (int j = 0; j < kVectors; ++j)
-            store_tame_bfloat16(grad + kAdjacent * j, to, j * kColumns);
-        } else {
-#pragma unroll
-          for (int j = 0; j < kVectors; ++j)
-            store_four(dtype, grad + kAdjacent * j, to, 0, j * kColumns, end, whole);
-        }
+        for (int j = 0; j < kVectors; ++j)
+          store_bfloat16s(tame_row, grad + kAdjacent * j, to, j * kColumns);
       }
       __syncwarp();
       if (used) *own_added = -0.0f;
