@@ -1,172 +1,510 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// `route` for any E and K: one warp per token, whose scores are in shared memory. A warp takes one
-// or more streams of a chunk.
+// `route` for any E and K: one warp per token, whose row is in shared memory. A warp takes one or
+// more streams of a chunk. Bound by the issue of instructions: a row is swept twice, once for
+// exponentials and scores, once for the candidates and the streams' sums, and copied to shared
+// memory while the token before it is ranked.
+#include <cuda_pipeline.h>
+
+#include <climits>
+#include <type_traits>
+
 #include "route.cuh"
 
 namespace duomoe::cuda {
 namespace {
 
 constexpr int kMaxTop = 2 * kLanes;
-using Found = Candidates<kMaxTop>;
-constexpr int kAhead = 4;  // vectors of a lane that are loaded together
+constexpr int kStepVectors = 2;  // of a lane, in work side by side
+constexpr int kStep = kStepVectors * kColumns;
+constexpr int kStepBits = kStepVectors * kAdjacent;
+constexpr int kMaskSteps = 32 / kStepBits;
 
-// Where a block keeps what, in words of shared memory. What has no room is in the workspace, or
-// null.
+// kAny: rows of any type and alignment, and blocks whose sums or counts are in the workspace. The
+// others are whole vectors, with all that a block keeps in shared memory.
+enum class Input { kFloat32, kBFloat16, kAny };
+
+// The experts that reach a bound, in any order, and which of them are the K best, in order.
+struct Found {
+  static constexpr int kRoom = 2 * kMaxTop;
+  alignas(16) float values[kRoom];
+  float scores[kRoom];
+  int32_t ids[kRoom];
+  int32_t best[kMaxTop];
+};
+
+// Where a block keeps what, in words of shared memory. What has no room is in the workspace.
 struct Layout {
   int warps, padded;  // padded: E as whole vectors
-  bool shared_streams, shared_counts;
+  bool shared;        // streams, bias and counts
 
   __host__ __device__ int64_t streams() const {
-    return shared_streams ? static_cast<int64_t>(kStreams) * padded : 0;
+    return shared ? static_cast<int64_t>(kStreams) * padded : 0;
   }
   __host__ __device__ int64_t rows() const { return static_cast<int64_t>(warps) * padded; }
+  __host__ __device__ int64_t bias() const { return shared ? padded : 0; }
+  __host__ __device__ int64_t counts(const Route& a) const { return shared ? a.count_words() : 0; }
   __host__ int64_t words(const Route& a) const {
-    return streams() + rows() + (shared_counts ? a.count_words() : 0) +
+    return streams() + rows() + bias() + counts(a) +
            (a.groups.all_stay() ? 0 : static_cast<int64_t>(warps) * a.groups.count);
   }
 };
 
-// One token by the short way; false, and nothing written, where it is not for it. On return
-// `share` times row_scores[e] is P.
-template <bool kSoftmax>
-__device__ bool route_moderate(const Route& a, int64_t t, float* row_scores, Found& candidates,
-                               int32_t* counts, int32_t* loss_counts, LogSumExps& logsumexps,
-                               float& share) {
-  const int experts = a.experts, first = kAdjacent * lane_id();
-  const float limit = math::moderate_limit(a.options.score);
-  float magnitude = 0.0f;
-  Columns exponentials = {}, scores = {};
-  for (int begin = first; begin < experts; begin += kAhead * kColumns) {
-    Raw raw[kAhead];
+// An integer with the order of the numbers x (-0 equals +0), and its inverse.
+__device__ inline int key_of(float x) {
+  const int bits = static_cast<int>(math::bits_of(x + 0.0f));
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+__device__ inline float number_of(int key) {
+  return math::float_of(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
+}
+
+// A bound that at least K of the lanes' maxima (-inf: none) reach, of which there are K or more;
+// few others do unless they equal the K-th. Each round cuts the interval of keys in four.
+__device__ inline float bound_of_maxima(const Columns& maxima, int top_k) {
+  int keys[kAdjacent], least = INT_MAX, most = INT_MIN;
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      raw[j] = load_raw(a.dtype, a.logits, t * experts, begin + j * kColumns, experts,
-                        a.whole_vectors);
+  for (int i = 0; i < kAdjacent; ++i) {
+    const bool there = maxima[i] > -math::infinity();
+    keys[i] = there ? key_of(maxima[i]) : INT_MIN;
+    least = min(least, there ? keys[i] : INT_MAX);
+    most = max(most, keys[i]);
+  }
+  // K or more reach `low`, fewer reach `high`.
+  int low = __reduce_min_sync(kAllLanes, least);
+  int high = __reduce_max_sync(kAllLanes, most) + 1;
+  const int enough = top_k + top_k / 8 + 2;
+#pragma unroll 1
+  for (unsigned width; (width = static_cast<unsigned>(high) - static_cast<unsigned>(low)) > 1;) {
+    const int one = static_cast<int>(low + width / 4), two = static_cast<int>(low + width / 2);
+    const int three = static_cast<int>(two + width / 4);
+    unsigned packed = 0;
+#pragma unroll
+    for (int i = 0; i < kAdjacent; ++i) {
+      if (keys[i] >= one) packed += 1;
+      if (keys[i] >= two) packed += 1 << 8;
+      if (keys[i] >= three) packed += 1 << 16;
     }
+    packed = __reduce_add_sync(kAllLanes, packed);  // 128 each at most
+    const int reach_one = packed & 0xff, reach_two = packed >> 8 & 0xff, reach_three = packed >> 16;
+    int reach = INT_MAX;
+    if (reach_two >= top_k) {
+      const bool upper = reach_three >= top_k;
+      low = upper ? three : two;
+      high = upper ? high : three;
+      reach = upper ? reach_three : reach_two;
+    } else {
+      const bool upper = reach_one >= top_k;
+      low = upper ? one : low;
+      high = upper ? two : one;
+      reach = upper ? reach_one : INT_MAX;
+    }
+    if (reach <= enough) break;
+  }
+  return number_of(low);
+}
+
+// found.best: the K of the `count` candidates that are first by (value descending, id ascending).
+__device__ inline void rank_found(int count, int top_k, Found& found) {
+  constexpr int kTogether = 8, kNone = -1;
+  if (lane_id() < kTogether && count + lane_id() < Found::kRoom)
+    found.values[count + lane_id()] = -math::infinity();
+  for (int k = lane_id(); k < top_k; k += kLanes) found.best[k] = kNone;
+  __syncwarp();
+  bool equal = false;  // to another, which has the same place by value
+#pragma unroll 1
+  for (int first = 0; first < count; first += 2 * kLanes) {
+    const int own = first + lane_id(), second = own + kLanes;
+    const float value = own < count ? found.values[own] : math::infinity();
+    const float second_value = second < count ? found.values[second] : math::infinity();
+    const bool two = first + kLanes < count;
+    int place = 0, second_place = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; i += kTogether) {
+      float x[kTogether];
 #pragma unroll
-    for (int j = 0; j < kAhead; ++j) {
-      const int e = begin + j * kColumns;
-      if (e >= experts) break;
-      float z[kAdjacent], s[kAdjacent];
-      unpack(a.dtype, raw[j], z);
-#pragma unroll
-      for (int i = 0; i < kAdjacent; ++i) {
-        magnitude = largest_magnitude(magnitude, z[i]);
-        float u = math::exp_moderate(z[i]);
-        if (kSoftmax) {
-          s[i] = u;
-        } else {
-          s[i] = a.options.score == Score::kSigmoid
-                     ? math::moderate_sigmoid(z[i], u).value
-                     : math::elementwise_score(Score::kSqrtSoftplus, z[i]);
-        }
-        if (e + i >= experts) u = s[i] = 0.0f;
-        exponentials[i] += u;
-        if (!kSoftmax) scores[i] += s[i];
+      for (int j = 0; j < kTogether; j += kAdjacent) {
+        const float4 four = *reinterpret_cast<const float4*>(found.values + i + j);
+        x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
       }
-      *reinterpret_cast<float4*>(row_scores + e) = make_float4(s[0], s[1], s[2], s[3]);
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (x[j] > value) ++place;
+      }
+      if (!two) continue;
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (x[j] > second_value) ++second_place;
+      }
+    }
+    const bool used = own < count && place < top_k;
+    const bool second_used = second < count && second_place < top_k;
+    equal = equal || (used && found.best[place] != kNone) ||
+            (second_used && found.best[second_place] != kNone);
+    __syncwarp();
+    if (used) found.best[place] = own;
+    if (second_used) found.best[second_place] = second;
+    __syncwarp();
+    equal = equal || (used && found.best[place] != own) ||
+            (second_used && found.best[second_place] != second);
+  }
+  if (!__any_sync(kAllLanes, equal)) return;
+#pragma unroll 1
+  for (int own = lane_id(); own < count; own += kLanes) {
+    const float value = found.values[own];
+    const int32_t id = found.ids[own];
+    int place = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const float x = found.values[i];
+      if (x > value || (x == value && found.ids[i] < id)) ++place;
+    }
+    if (place < top_k) found.best[place] = own;
+  }
+  __syncwarp();
+}
+
+// Four scores in one copy of the code.
+__device__ __noinline__ float4 sqrt_softplus_four(float4 z) {
+  const auto score = [](float x) { return math::elementwise_score(Score::kSqrtSoftplus, x); };
+  return make_float4(score(z.x), score(z.y), score(z.z), score(z.w));
+}
+
+// step(e, kWhole) for the lane's steps of a row: e is the first expert, the others follow at a
+// distance of kColumns; only where kWhole holds are all of them below E.
+template <typename F>
+__device__ void for_steps(int experts, F step) {
+  const int first = kAdjacent * lane_id();
+  int begin = 0;
+#pragma unroll 1
+  for (; begin + kStep <= experts; begin += kStep) step(begin + first, std::true_type{});
+  if (begin < experts) step(begin + first, std::false_type{});
+}
+
+// A warp and what it works with.
+template <Score kScore, Input kInput>
+struct Warp {
+  static constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kInput == Input::kAny;
+
+  const Route& a;
+  float* row;         // [E] logits as they are in memory, in slots of four words; then scores, or
+                      // for softmax exponentials
+  float* sums;        // [E] of the stream
+  const float* bias;  // [E], 0 without a bias; kAny: may be null
+  Found& found;
+
+  // The row's copy in shared memory, which a lane fills for itself.
+  __device__ void start_copy(int64_t t) const {
+    if constexpr (!kAny) {
+      constexpr int kBytes = kInput == Input::kFloat32 ? 4 : 2;
+      const char* from = a.logits + t * a.experts * kBytes;
+#pragma unroll 4
+      for (int e = kAdjacent * lane_id(); e < a.experts; e += kColumns)
+        __pipeline_memcpy_async(row + e, from + e * kBytes, kAdjacent * kBytes);
+      __pipeline_commit();
     }
   }
-  if (!__all_sync(kAllLanes, magnitude <= limit)) return false;
-  const float exponential_sum = warp_sum(join_columns(exponentials));
-  const float inverse = math::reciprocal(exponential_sum);
-  share = kSoftmax ? inverse : math::reciprocal(warp_sum(join_columns(scores)));
-  __syncwarp();
+  __device__ void wait_for_copy() const {
+    if constexpr (!kAny) __pipeline_wait_prior(0);
+  }
 
-  const Logits z = a.row(t);
-  const auto score_of = [&](int e) { return kSoftmax ? row_scores[e] * inverse : row_scores[e]; };
-  const auto biased = [&](int e, bool with_bias) {
-    return (a.on_logit ? z(e) : score_of(e)) + (with_bias && a.bias ? a.bias[e] : 0.0f);
-  };
-  int32_t* ids = a.indices + t * a.top_k;  // slot k is written and read by lane k % 32
-  if (a.given) {
-    for (int k = lane_id(); k < a.top_k; k += kLanes) ids[k] = given_id(a, t * a.top_k + k);
-  } else {
-    for (int pass = 0; pass <= a.separate_loss_counts; ++pass) {
-      const auto value = [&](int e) { return biased(e, pass == 0); };
-      constexpr int kParts = 4;
-      float maxima[kParts];
+  // Four logits; 0 from E on. kCopied: of the copy, before the scores take its place.
+  template <bool kCopied>
+  __device__ void load_logits(int64_t t, int e, float* z) const {
+    if constexpr (kCopied && kInput == Input::kFloat32) {
+      unpack(DType::kFloat32, *reinterpret_cast<const uint4*>(row + e), z);
+    } else if constexpr (kCopied && kInput == Input::kBFloat16) {
+      unpack(DType::kBFloat16, *reinterpret_cast<const uint4*>(row + e), z);
+    } else {
+      unpack(a.dtype, load_raw(a.dtype, a.logits, t * a.experts, e, a.experts, a.whole_vectors), z);
+    }
+  }
+
+  __device__ void load_bias(int e, float* b) const {
+    if constexpr (kAny) {
 #pragma unroll
-      for (int p = 0; p < kParts; ++p) maxima[p] = -math::infinity();
-      for (int begin = first; begin < experts; begin += kParts * kColumns) {
+      for (int i = 0; i < kAdjacent; ++i) b[i] = bias && e + i < a.experts ? bias[e + i] : 0.0f;
+    } else {
+      load_four(bias + e, b);
+    }
+  }
+  static __device__ void load_four(const float* from, float* x) {
+    const float4 four = *reinterpret_cast<const float4*>(from);
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+  }
+
+  // Whether a step has the experts from e on, and whether expert e + i is one of them.
+  template <typename Whole>
+  __device__ bool has(Whole, int e) const {
+    return Whole::value || e < a.experts;
+  }
+
+  // Puts the scores in the row; the columns' sums, and the largest of what a row is chosen by, if
+  // that is the score. Softmax: of exponentials, without the bias. False if the row is not
+  // moderate.
+  __device__ bool compute_scores(int64_t t, Columns& exponentials, Columns& scores,
+                                 Columns& maxima) const {
+    float magnitude = 0.0f;
+    for_steps(a.experts, [&](int e, auto whole) {
+      float z[kStepVectors][kAdjacent], b[kStepVectors][kAdjacent], s[kStepVectors][kAdjacent];
 #pragma unroll
-        for (int p = 0; p < kParts; ++p) {
-          const int e = begin + p * kColumns;
-#pragma unroll
-          for (int i = 0; i < kAdjacent; ++i) {
-            if (e + i >= experts) continue;
-            const float v = value(e + i);
-            maxima[p] = v > maxima[p] ? v : maxima[p];
-          }
-        }
+      for (int v = 0; v < kStepVectors; ++v) {
+        if (!has(whole, e + v * kColumns)) continue;
+        load_logits<true>(t, e + v * kColumns, z[v]);
+        if (!kSoftmax) load_bias(e + v * kColumns, b[v]);
       }
-      const float bound = bound_of_best(maxima, a.top_k);
-      int count = 0;
-      for (int begin = 0; begin < experts; begin += kColumns) {
-        const int e = begin + first;
-        unsigned mask = 0;
+#pragma unroll
+      for (int v = 0; v < kStepVectors; ++v) {
+        const int at = e + v * kColumns;
+        if (!has(whole, at)) continue;
+        if constexpr (kScore == Score::kSqrtSoftplus) {
+          const float4 four = sqrt_softplus_four(make_float4(z[v][0], z[v][1], z[v][2], z[v][3]));
+          s[v][0] = four.x, s[v][1] = four.y, s[v][2] = four.z, s[v][3] = four.w;
+        }
 #pragma unroll
         for (int i = 0; i < kAdjacent; ++i) {
-          if (e + i < experts && value(e + i) >= bound) mask |= 1u << i;
+          magnitude = fmaxf(magnitude, fabsf(z[v][i]));
+          float u = math::exp_moderate(z[v][i]);
+          if constexpr (kSoftmax) s[v][i] = u;
+          if constexpr (kScore == Score::kSigmoid)
+            s[v][i] = math::moderate_sigmoid(z[v][i], u).value;
+          const bool there = !kAny || decltype(whole)::value || at + i < a.experts;
+          if (!there) u = s[v][i] = 0.0f;
+          exponentials[i] += u;
+          if (!kSoftmax) scores[i] += s[v][i];
+          if (there) maxima[i] = fmaxf(maxima[i], kSoftmax ? u : s[v][i] + b[v][i]);
         }
-        count = gather(mask, count, [=](int i) { return e + i; }, candidates);
-        __syncwarp();
+        *reinterpret_cast<float4*>(row + at) = make_float4(s[v][0], s[v][1], s[v][2], s[v][3]);
       }
-      if (count < a.top_k || count > Found::kRoom) {
-        // The values above the bound and the first of those equal to it.
-        int above = 0;
-        for (int e = lane_id(); e < experts; e += kLanes) above += value(e) > bound;
-        above = __reduce_add_sync(kAllLanes, above);
-        if (count < a.top_k || above > Found::kRoom) return false;
-        int ties = above < a.top_k ? a.top_k - above : 0;
-        count = 0;
-        for (int begin = 0; begin < experts; begin += kLanes) {
-          const int e = begin + lane_id();
-          const float v = e < experts ? value(e) : -math::infinity();
-          const unsigned equal = __ballot_sync(kAllLanes, v == bound);
-          const int before = __popc(equal & ((1u << lane_id()) - 1));
-          const bool taken = v > bound || (v == bound && before < ties);
-          ties = ties > __popc(equal) ? ties - __popc(equal) : 0;
-          count = gather(taken ? 1u : 0u, count, [=](int) { return e; }, candidates);
-          __syncwarp();
+    });
+    return __all_sync(kAllLanes, magnitude <= math::moderate_limit(kScore)) != 0;
+  }
+
+  // What an expert is chosen by.
+  template <bool kOnLogit>
+  static __device__ float value_of(float z, float s, float b, float inverse, float bias_factor) {
+    return math::fma(b, bias_factor, kOnLogit ? z : kSoftmax ? s * inverse : s);
+  }
+  __device__ float score_of(int e, float inverse) const {
+    return kSoftmax ? row[e] * inverse : row[e];
+  }
+  __device__ float value(int64_t t, int e, float inverse, float bias_factor) const {
+    const float b = kAny && !bias ? 0.0f : bias[e];
+    return math::fma(b, bias_factor, a.on_logit ? a.row(t)(e) : score_of(e, inverse));
+  }
+
+  template <bool kOnLogit>
+  __device__ void find_maxima(int64_t t, float inverse, float bias_factor, Columns& maxima) const {
+#pragma unroll 2
+    for (int e = kAdjacent * lane_id(); e < a.experts; e += kColumns) {
+      float z[kAdjacent] = {}, s[kAdjacent], b[kAdjacent];
+      if (kOnLogit) load_logits<false>(t, e, z);
+      load_four(row + e, s);
+      load_bias(e, b);
+#pragma unroll
+      for (int i = 0; i < kAdjacent; ++i) {
+        if (!kAny || e + i < a.experts)
+          maxima[i] = fmaxf(maxima[i], value_of<kOnLogit>(z[i], s[i], b[i], inverse, bias_factor));
+      }
+    }
+  }
+
+  // Appends the experts of the bits that are set in the lanes' masks to found.ids, of which `count`
+  // are there; those beyond the room are only counted. The lowest bits are the step of expert e,
+  // higher ones steps before it.
+  __device__ int gather(unsigned mask, int e, int count) const {
+    const unsigned lanes_before = (1u << lane_id()) - 1;
+#pragma unroll 1
+    for (unsigned lanes; (lanes = __ballot_sync(kAllLanes, mask != 0)) != 0;) {
+      const int at = count + __popc(lanes & lanes_before);
+      const unsigned bit = static_cast<unsigned>(31 - __clz(static_cast<int>(mask))) % 32;
+      const int id = e - static_cast<int>(bit / kStepBits * kStep) +
+                     static_cast<int>(bit / kAdjacent % kStepVectors * kColumns + bit % kAdjacent);
+      if (mask != 0 && at < Found::kRoom) found.ids[at] = id;
+      mask &= ~(1u << bit);
+      count += __popc(lanes);
+    }
+    return count;
+  }
+
+  // Adds `share` times the row to the sums, and counts and gathers the experts that reach `bound`.
+  template <bool kOnLogit>
+  __device__ int sweep(int64_t t, float share, float inverse, float bias_factor,
+                       float bound) const {
+    int count = 0, steps = 0, last = 0;
+    unsigned mask = 0;
+    for_steps(a.experts, [&](int e, auto whole) {
+      float z[kStepVectors][kAdjacent] = {}, b[kStepVectors][kAdjacent], s[kStepVectors][kAdjacent],
+            sum[kStepVectors][kAdjacent];
+#pragma unroll
+      for (int v = 0; v < kStepVectors; ++v) {
+        const int at = e + v * kColumns;
+        if (!has(whole, at)) continue;
+        load_four(row + at, s[v]);
+        load_four(sums + at, sum[v]);
+        load_bias(at, b[v]);
+        if (kOnLogit) load_logits<false>(t, at, z[v]);
+      }
+      unsigned bits = 0;
+#pragma unroll
+      for (int v = 0; v < kStepVectors; ++v) {
+        const int at = e + v * kColumns;
+        if (!has(whole, at)) continue;
+#pragma unroll
+        for (int i = 0; i < kAdjacent; ++i) {
+          sum[v][i] = math::fma(s[v][i], share, sum[v][i]);
+          const bool there = !kAny || decltype(whole)::value || at + i < a.experts;
+          if (there && value_of<kOnLogit>(z[v][i], s[v][i], b[v][i], inverse, bias_factor) >= bound)
+            bits |= 1u << (v * kAdjacent + i);
         }
+        *reinterpret_cast<float4*>(sums + at) =
+            make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
       }
-      rank(count, a.top_k, value, candidates);
-      for (int k = lane_id(); k < a.top_k; k += kLanes) {
-        const int32_t id = candidates.best[k];
-        if (pass == 0) {
-          ids[k] = id;
+      mask = mask << kStepBits | bits;
+      last = e;
+      if (++steps == kMaskSteps) {
+        count = gather(mask, e, count);
+        mask = steps = 0;
+      }
+    });
+    return gather(mask, last, count);
+  }
+
+  // Where more experts reach `bound` than there is room for: gathers those that reach a higher one
+  // which still K or more reach, or, where too many equal the K-th value, the first of these.
+  template <typename F>
+  __device__ int gather_fewer(int count, float bound, F value) const {
+    const auto reaching = [&](int key) {
+      int n = 0;
+      for (int e = lane_id(); e < a.experts; e += kLanes) n += key_of(value(e)) >= key;
+      return static_cast<int>(__reduce_add_sync(kAllLanes, n));
+    };
+    int low = key_of(bound), high = key_of(math::infinity());
+    for (unsigned width; (width = static_cast<unsigned>(high) - static_cast<unsigned>(low)) > 1;) {
+      if (count <= Found::kRoom) break;
+      const int middle = static_cast<int>(low + width / 2), n = reaching(middle);
+      if (n >= a.top_k) {
+        low = middle;
+        count = n;
+      } else {
+        high = middle;
+      }
+    }
+    int ties = count <= Found::kRoom ? count : a.top_k - reaching(low + 1);
+    count = 0;
+    for (int begin = 0; begin < a.experts; begin += kLanes) {
+      const int e = begin + lane_id();
+      const int key = e < a.experts ? key_of(value(e)) : INT_MIN;
+      const unsigned equal = __ballot_sync(kAllLanes, key == low);
+      const unsigned before = (1u << lane_id()) - 1;
+      const bool taken = key > low || (key == low && __popc(equal & before) < ties);
+      const unsigned all = __ballot_sync(kAllLanes, taken);
+      if (taken) found.ids[count + __popc(all & before)] = e;
+      count += __popc(all);
+      ties -= min(ties, __popc(equal));
+    }
+    return count;
+  }
+
+  // One moderate token, whose scores are ready: adds it to the sums, and leaves its slots' experts
+  // and scores in `found`. row_done() comes when the row is no longer needed; count_loss(id) for
+  // each expert of the loss's own selection.
+  template <typename F, typename G>
+  __device__ void choose(int64_t t, float share, float inverse, Columns& maxima, F row_done,
+                         G count_loss) const {
+    const int top_k = a.top_k;
+    const bool have_maxima = !a.on_logit && !a.separate_loss_counts && !(kSoftmax && a.bias);
+#pragma unroll
+    for (int i = 0; kSoftmax && i < kAdjacent; ++i) maxima[i] *= inverse;  // which is monotone
+#pragma unroll 1
+    for (int loss = a.separate_loss_counts; loss >= 0; --loss) {
+      const bool given = a.given && !loss, on_logit = a.on_logit && !given;
+      const float bias_factor = loss ? 0.0f : 1.0f;  // exact, as are the shares 0 that are added
+      if (!have_maxima && !given) {
+#pragma unroll
+        for (int i = 0; i < kAdjacent; ++i) maxima[i] = -math::infinity();
+        if (on_logit) {
+          find_maxima<true>(t, inverse, bias_factor, maxima);
         } else {
-          atomicAdd(loss_counts + id, 1);
+          find_maxima<false>(t, inverse, bias_factor, maxima);
+        }
+      }
+      const float bound = given ? math::infinity() : bound_of_maxima(maxima, top_k);
+      const float part = loss ? 0.0f : share;
+      int count = on_logit ? sweep<true>(t, part, inverse, bias_factor, bound)
+                           : sweep<false>(t, part, inverse, bias_factor, bound);
+      const auto own_value = [&](int e) { return value(t, e, inverse, bias_factor); };
+      if (count > Found::kRoom) count = gather_fewer(count, bound, own_value);
+      __syncwarp();
+      if (given) {
+        for (int k = lane_id(); k < top_k; k += kLanes) {
+          const int32_t id = given_id(a, t * top_k + k);
+          found.ids[k] = id;
+          found.scores[k] = id >= 0 ? score_of(id, inverse) : 0.0f;
+          found.best[k] = k;
+        }
+      } else {
+#pragma unroll 1
+        for (int i = lane_id(); i < count; i += kLanes) {
+          const int32_t e = found.ids[i];
+          found.values[i] = own_value(e);
+          found.scores[i] = score_of(e, inverse);
         }
       }
       __syncwarp();
+      if (!loss) row_done();
+      if (!given) rank_found(count, top_k, found);
+      if (loss) {
+        for (int k = lane_id(); k < top_k; k += kLanes) count_loss(found.ids[found.best[k]]);
+        __syncwarp();
+      }
     }
   }
-  const float sum = lane_sum(a.top_k, [&](int64_t k) { return ids[k] >= 0 ? score_of(ids[k]) : 0.0f; });
-  const Divisor divisor =
-      math::weight_divisor(a.options.normalize, a.options.eps_mode, sum, a.options.eps);
-  for (int k = lane_id(); k < a.top_k; k += kLanes) {
-    float weight = 0.0f;
-    if (ids[k] >= 0) {
-      const float score = score_of(ids[k]);
-      weight = (a.options.normalize ? score / divisor.value : score) * a.options.scale;
-      atomicAdd(counts + ids[k], 1);
+
+  // The token's slots; count(id) for each that is used.
+  template <typename F>
+  __device__ void write_slots(int64_t t, F count) const {
+    const int top_k = a.top_k, slot = lane_id();
+    int32_t id[2] = {-1, -1};
+    float score[2] = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (slot + i * kLanes >= top_k) break;
+      const int best = found.best[slot + i * kLanes];
+      id[i] = found.ids[best];
+      score[i] = found.scores[best];
     }
-    a.weights[t * a.top_k + k] = weight;
+    float sum = score[0] + score[1];
+#pragma unroll
+    for (int width = kLanes / 2; width > 0; width /= 2) {
+      if (width < top_k) sum += __shfl_xor_sync(kAllLanes, sum, width);  // the others are 0
+    }
+    const Divisor divisor =
+        math::weight_divisor(a.options.normalize, a.options.eps_mode, sum, a.options.eps);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int k = slot + i * kLanes;
+      if (i > 0 && top_k <= kLanes) break;
+      const bool used = k < top_k && id[i] >= 0;
+      // 1: a division of 0 takes a long way.
+      float weight = used ? score[i] : 1.0f;
+      if (a.options.normalize) weight = weight / divisor.value;
+      if (k >= top_k) break;
+      a.indices[t * top_k + k] = id[i];
+      a.weights[t * top_k + k] = used ? weight * a.options.scale : 0.0f;
+      if (used) count(id[i]);
+    }
   }
-  logsumexps.add(exponential_sum);
-  return true;
-}
+};
 
 // One block per chunk.
-template <bool kSoftmax>
-__global__ void __launch_bounds__(kMaxWarps* kLanes)
+template <Score kScore, Input kInput>
+__global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
     route_rows(const __grid_constant__ Route a, const Layout layout) {
-  extern __shared__ float shared_memory[];
-  __shared__ Found all_candidates[kMaxWarps];
+  constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kInput == Input::kAny;
+  extern __shared__ __align__(16) float shared_memory[];
+  __shared__ Found all_found[kMaxWarps];
   __shared__ float stream_logsumexp_sq[kStreams];
   __shared__ int32_t stream_tokens[kStreams];
 
@@ -175,55 +513,76 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes)
   if (chunk.begin >= chunk.end) return;
   const int experts = a.experts, warp = warp_id(), padded = layout.padded;
   const int threads = static_cast<int>(blockDim.x);
-  float* streams = layout.shared_streams ? shared_memory
-                                         : a.streams + static_cast<int64_t>(blockIdx.x) * kStreams * padded;
+  const bool shared = !kAny || layout.shared;
+  float* streams =
+      shared ? shared_memory : a.streams + static_cast<int64_t>(blockIdx.x) * kStreams * padded;
   float* rows = shared_memory + layout.streams();
-  float* mine = rows + warp * padded;
-  uint32_t* after_rows = reinterpret_cast<uint32_t*>(rows + layout.rows());
-  int32_t* counts = layout.shared_counts ? reinterpret_cast<int32_t*>(after_rows)
-                                         : a.partials.counts(blockIdx.x, experts);
-  uint32_t* group_keys =
-      after_rows + (layout.shared_counts ? a.count_words() : 0) + warp * a.groups.count;
+  float* bias = rows + layout.rows();
+  uint32_t* after_bias = reinterpret_cast<uint32_t*>(bias + layout.bias());
+  int32_t* counts =
+      shared ? reinterpret_cast<int32_t*>(after_bias) : a.partials.counts(blockIdx.x, experts);
+  uint32_t* group_keys = after_bias + layout.counts(a) + warp * a.groups.count;
+  Warp<kScore, kInput> own{a, rows + warp * padded, streams, kAny ? a.bias : bias, all_found[warp]};
+  Found& found = own.found;
+  if (chunk.begin + warp < chunk.end) own.start_copy(chunk.begin + warp);
+
   bool regular = a.groups.all_stay() && a.top_k <= kMaxTop;
-  if (a.bias && regular) {
-    regular = all_lanes(experts, [&](int e) { return math::absolute(a.bias[e]) < 1e30f; });
+  for (int e = static_cast<int>(threadIdx.x); e < padded; e += threads) {
+    const float b = a.bias && e < experts ? a.bias[e] : 0.0f;
+    regular = regular && math::absolute(b) < 1e30f;
+    if (shared) bias[e] = b;
   }
   for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += threads) counts[i] = 0;
-  __syncthreads();
+  regular = __syncthreads_and(regular) != 0;
 
   for (int j = warp; j < kStreams; j += warps_per_block()) {
-    float* sums = streams + static_cast<int64_t>(j) * padded;
-    for (int e = lane_id(); e < padded; e += kLanes) sums[e] = 0.0f;
-    __syncwarp();
+    own.sums = streams + static_cast<int64_t>(j) * padded;
+    int64_t t = chunk.begin + j;
+    if (j != warp && t < chunk.end) own.start_copy(t);
+    for (int e = kAdjacent * lane_id(); e < padded; e += kColumns)
+      *reinterpret_cast<float4*>(own.sums + e) = float4{};
     LogSumExps logsumexps;
-    for (int64_t t = chunk.begin + j; t < chunk.end; t += kStreams) {
+    for (; t < chunk.end; t += kStreams) {
+      const auto next = [&] {
+        __syncwarp();  // all have read the row
+        if (t + kStreams < chunk.end) own.start_copy(t + kStreams);
+      };
+      own.wait_for_copy();
       if (a.mask && !a.mask[t]) {
         leave_slots_unused(a, t);
+        next();
         continue;
       }
-      float share = 0.0f;
-      if (regular && route_moderate<kSoftmax>(a, t, mine, all_candidates[warp], counts,
-                                              counts + experts, logsumexps, share)) {
-        for (int e = kAdjacent * lane_id(); e < experts; e += kColumns) {
-          const float4 s = *reinterpret_cast<const float4*>(mine + e);
-          float4 sum = *reinterpret_cast<float4*>(sums + e);
-          sum.x = math::fma(s.x, share, sum.x);
-          sum.y = math::fma(s.y, share, sum.y);
-          sum.z = math::fma(s.z, share, sum.z);
-          sum.w = math::fma(s.w, share, sum.w);
-          *reinterpret_cast<float4*>(sums + e) = sum;
-        }
+      float exponential_sum = 0.0f;
+      bool moderate = false;
+      Columns exponentials = {}, scores = {}, maxima;
+      if (regular) {
+#pragma unroll
+        for (int i = 0; i < kAdjacent; ++i) maxima[i] = -math::infinity();
+        moderate = own.compute_scores(t, exponentials, scores, maxima);
+        exponential_sum = warp_sum(join_columns(exponentials));
+        moderate = moderate && exponential_sum < 1e37f;  // that of a NaN is larger, or NaN
+      }
+      if (moderate) {
+        const float inverse = math::reciprocal(exponential_sum);
+        const float share = kSoftmax ? inverse : math::reciprocal(warp_sum(join_columns(scores)));
+        __syncwarp();
+        own.choose(t, share, inverse, maxima, next,
+                   [&](int32_t e) { atomicAdd(counts + experts + e, 1); });
+        own.write_slots(t, [&](int32_t e) { atomicAdd(counts + e, 1); });
+        logsumexps.add(exponential_sum);
+        __syncwarp();  // all have read `found`
       } else {
         __syncwarp();
-        Row row{.score = a.options.score, .experts = experts, .z = a.row(t), .s = mine};
+        Row row{.score = kScore, .experts = experts, .z = a.row(t), .s = own.row};
         route_token(a, t, row, group_keys, counts, counts + experts);
         logsumexps.add_ready(row.logsumexp);
         for (int e = kAdjacent * lane_id(); e < experts; e += kColumns) {
           for (int i = e; i < e + kAdjacent && i < experts; ++i)
-            sums[i] = math::fma(row.unscaled_probability(i), row.share, sums[i]);
+            own.sums[i] = math::fma(row.unscaled_probability(i), row.share, own.sums[i]);
         }
+        next();
       }
-      __syncwarp();  // all have read the row
     }
     const float logsumexp_sq = logsumexps.sum_of_squares();
     if (lane_id() == 0) {
@@ -232,24 +591,24 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes)
     }
   }
   __syncthreads();
-  write_partials(a, counts, layout.shared_counts, stream_logsumexp_sq, stream_tokens,
+  write_partials(a, counts, shared, stream_logsumexp_sq, stream_tokens,
                  [&](int j, int e) { return streams[static_cast<int64_t>(j) * padded + e]; });
 }
 
-}  // namespace
+// What a block has besides its dynamic memory.
+constexpr size_t kStaticBytes = sizeof(Found) * kMaxWarps + 128;
 
 Layout layout_of(const Route& a, size_t limit) {
   Layout layout{.warps = kMaxWarps,
                 .padded = static_cast<int>(ceil_div(a.experts, kAdjacent)) * kAdjacent,
-                .shared_streams = true,
-                .shared_counts = true};
+                .shared = true};
   const auto fits = [&] {
-    return kWordBytes * layout.words(a) + static_cast<int64_t>(sizeof(Found)) * kMaxWarps + 128 <=
+    return kWordBytes * layout.words(a) + static_cast<int64_t>(kStaticBytes) <=
            static_cast<int64_t>(limit);
   };
   while (!fits() && layout.warps > 2) layout.warps /= 2;
   if (!fits()) {
-    layout.shared_streams = layout.shared_counts = false;
+    layout.shared = false;
     layout.warps = kMaxWarps;
     while (!fits() && layout.warps > 1) layout.warps /= 2;
   }
@@ -257,14 +616,27 @@ Layout layout_of(const Route& a, size_t limit) {
   return layout;
 }
 
+template <Score kScore>
+auto kernel_for(const Route& a, const Layout& layout) {
+  if (layout.shared && a.whole_vectors && a.dtype == DType::kFloat32)
+    return route_rows<kScore, Input::kFloat32>;
+  if (layout.shared && a.whole_vectors && a.dtype == DType::kBFloat16)
+    return route_rows<kScore, Input::kBFloat16>;
+  return route_rows<kScore, Input::kAny>;
+}
+
+}  // namespace
+
 Status launch_route_rows(Queue& queue, const Route& a, int64_t chunks) {
   const size_t limit = queue.shared_limit();
   const Layout layout = layout_of(a, limit);
-  if (queue.status().ok() && layout.warps == 0)
+  if (queue.status().ok() && (layout.warps == 0 || (!layout.shared && !a.streams)))
     return row_too_long(a.experts, kWordBytes * a.experts, limit);
-  const auto kernel =
-      a.options.score == Score::kSoftmax ? route_rows<true> : route_rows<false>;
-  queue.allow_shared(kernel, limit - sizeof(Found) * kMaxWarps - 128);
+  const auto kernel = a.options.score == Score::kSoftmax ? kernel_for<Score::kSoftmax>(a, layout)
+                      : a.options.score == Score::kSigmoid
+                          ? kernel_for<Score::kSigmoid>(a, layout)
+                          : kernel_for<Score::kSqrtSoftplus>(a, layout);
+  queue.allow_shared(kernel, limit - kStaticBytes);
   queue.launch(kernel, chunks, layout.warps * kLanes, kWordBytes * layout.words(a), a, layout);
   return queue.status();
 }
