@@ -7,32 +7,22 @@
 // memory while the token before it is ranked.
 #include <cuda_pipeline.h>
 
-#include <climits>
 #include <type_traits>
 
+#include "rank_many.cuh"
 #include "route.cuh"
 
 namespace duomoe::cuda {
 namespace {
 
-constexpr int kMaxTop = 2 * kLanes;
 constexpr int kStepVectors = 2;  // of a lane, in work side by side
 constexpr int kStep = kStepVectors * kColumns;
 constexpr int kStepBits = kStepVectors * kAdjacent;
-constexpr int kMaskSteps = 32 / kStepBits;
+constexpr int kMaskSteps = 32 / kStepBits, kMasks = 3;
 
 // kAny: rows of any type and alignment, and blocks whose sums or counts are in the workspace. The
 // others are whole vectors, with all that a block keeps in shared memory.
 enum class Input { kFloat32, kBFloat16, kAny };
-
-// The experts that reach a bound, in any order, and which of them are the K best, in order.
-struct Found {
-  static constexpr int kRoom = 2 * kMaxTop;
-  alignas(16) float values[kRoom];
-  float scores[kRoom];
-  int32_t ids[kRoom];
-  int32_t best[kMaxTop];
-};
 
 // Where a block keeps what, in words of shared memory. What has no room is in the workspace.
 struct Layout {
@@ -51,135 +41,20 @@ struct Layout {
   }
 };
 
-// An integer with the order of the numbers x (-0 equals +0), and its inverse.
-__device__ inline int key_of(float x) {
-  const int bits = static_cast<int>(math::bits_of(x + 0.0f));
-  return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-__device__ inline float number_of(int key) {
-  return math::float_of(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
-}
-
-// A bound that at least K of the lanes' maxima (-inf: none) reach, of which there are K or more;
-// few others do unless they equal the K-th. Each round cuts the interval of keys in four.
-__device__ inline float bound_of_maxima(const Columns& maxima, int top_k) {
-  int keys[kAdjacent], least = INT_MAX, most = INT_MIN;
-#pragma unroll
-  for (int i = 0; i < kAdjacent; ++i) {
-    const bool there = maxima[i] > -math::infinity();
-    keys[i] = there ? key_of(maxima[i]) : INT_MIN;
-    least = min(least, there ? keys[i] : INT_MAX);
-    most = max(most, keys[i]);
-  }
-  // K or more reach `low`, fewer reach `high`.
-  int low = __reduce_min_sync(kAllLanes, least);
-  int high = __reduce_max_sync(kAllLanes, most) + 1;
-  const int enough = top_k + top_k / 8 + 2;
-#pragma unroll 1
-  for (unsigned width; (width = static_cast<unsigned>(high) - static_cast<unsigned>(low)) > 1;) {
-    const int one = static_cast<int>(low + width / 4), two = static_cast<int>(low + width / 2);
-    const int three = static_cast<int>(two + width / 4);
-    unsigned packed = 0;
-#pragma unroll
-    for (int i = 0; i < kAdjacent; ++i) {
-      if (keys[i] >= one) packed += 1;
-      if (keys[i] >= two) packed += 1 << 8;
-      if (keys[i] >= three) packed += 1 << 16;
-    }
-    packed = __reduce_add_sync(kAllLanes, packed);  // 128 each at most
-    const int reach_one = packed & 0xff, reach_two = packed >> 8 & 0xff, reach_three = packed >> 16;
-    int reach = INT_MAX;
-    if (reach_two >= top_k) {
-      const bool upper = reach_three >= top_k;
-      low = upper ? three : two;
-      high = upper ? high : three;
-      reach = upper ? reach_three : reach_two;
-    } else {
-      const bool upper = reach_one >= top_k;
-      low = upper ? one : low;
-      high = upper ? two : one;
-      reach = upper ? reach_one : INT_MAX;
-    }
-    if (reach <= enough) break;
-  }
-  return number_of(low);
-}
-
-// found.best: the K of the `count` candidates that are first by (value descending, id ascending).
-__device__ inline void rank_found(int count, int top_k, Found& found) {
-  constexpr int kTogether = 8, kNone = -1;
-  if (lane_id() < kTogether && count + lane_id() < Found::kRoom)
-    found.values[count + lane_id()] = -math::infinity();
-  for (int k = lane_id(); k < top_k; k += kLanes) found.best[k] = kNone;
-  __syncwarp();
-  bool equal = false;  // to another, which has the same place by value
-#pragma unroll 1
-  for (int first = 0; first < count; first += 2 * kLanes) {
-    const int own = first + lane_id(), second = own + kLanes;
-    const float value = own < count ? found.values[own] : math::infinity();
-    const float second_value = second < count ? found.values[second] : math::infinity();
-    const bool two = first + kLanes < count;
-    int place = 0, second_place = 0;
-#pragma unroll 1
-    for (int i = 0; i < count; i += kTogether) {
-      float x[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; j += kAdjacent) {
-        const float4 four = *reinterpret_cast<const float4*>(found.values + i + j);
-        x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (x[j] > value) ++place;
-      }
-      if (!two) continue;
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (x[j] > second_value) ++second_place;
-      }
-    }
-    const bool used = own < count && place < top_k;
-    const bool second_used = second < count && second_place < top_k;
-    equal = equal || (used && found.best[place] != kNone) ||
-            (second_used && found.best[second_place] != kNone);
-    __syncwarp();
-    if (used) found.best[place] = own;
-    if (second_used) found.best[second_place] = second;
-    __syncwarp();
-    equal = equal || (used && found.best[place] != own) ||
-            (second_used && found.best[second_place] != second);
-  }
-  if (!__any_sync(kAllLanes, equal)) return;
-#pragma unroll 1
-  for (int own = lane_id(); own < count; own += kLanes) {
-    const float value = found.values[own];
-    const int32_t id = found.ids[own];
-    int place = 0;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const float x = found.values[i];
-      if (x > value || (x == value && found.ids[i] < id)) ++place;
-    }
-    if (place < top_k) found.best[place] = own;
-  }
-  __syncwarp();
-}
-
 // Four scores in one copy of the code.
 __device__ __noinline__ float4 sqrt_softplus_four(float4 z) {
   const auto score = [](float x) { return math::elementwise_score(Score::kSqrtSoftplus, x); };
   return make_float4(score(z.x), score(z.y), score(z.z), score(z.w));
 }
 
-// step(e, kWhole) for the lane's steps of a row: e is the first expert, the others follow at a
-// distance of kColumns; only where kWhole holds are all of them below E.
+// step(e, kWhole) for the lane's steps of experts [begin, end): e is the first expert, the others
+// follow at a distance of kColumns; only where kWhole holds are all of them below `end`.
 template <typename F>
-__device__ void for_steps(int experts, F step) {
+__device__ void for_steps(int begin, int end, F step) {
   const int first = kAdjacent * lane_id();
-  int begin = 0;
 #pragma unroll 1
-  for (; begin + kStep <= experts; begin += kStep) step(begin + first, std::true_type{});
-  if (begin < experts) step(begin + first, std::false_type{});
+  for (; begin + kStep <= end; begin += kStep) step(begin + first, std::true_type{});
+  if (begin < end) step(begin + first, std::false_type{});
 }
 
 // A warp and what it works with.
@@ -198,10 +73,25 @@ struct Warp {
   __device__ void start_copy(int64_t t) const {
     if constexpr (!kAny) {
       constexpr int kBytes = kInput == Input::kFloat32 ? 4 : 2;
-      const char* from = a.logits + t * a.experts * kBytes;
-#pragma unroll 4
-      for (int e = kAdjacent * lane_id(); e < a.experts; e += kColumns)
-        __pipeline_memcpy_async(row + e, from + e * kBytes, kAdjacent * kBytes);
+      constexpr int kTogether = 4;
+      int e = kAdjacent * lane_id();
+      float* to = row + e;
+      const char* from = a.logits + (t * a.experts + e) * kBytes;
+      const auto copy = [&](int i) {
+        __pipeline_memcpy_async(to + i * kColumns, from + i * kColumns * kBytes,
+                                kAdjacent * kBytes);
+      };
+#pragma unroll 1
+      for (; e + (kTogether - 1) * kColumns < a.experts; e += kTogether * kColumns) {
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) copy(i);
+        to += kTogether * kColumns;
+        from += kTogether * kColumns * kBytes;
+      }
+#pragma unroll
+      for (int i = 0; i < kTogether - 1; ++i) {
+        if (e + i * kColumns < a.experts) copy(i);
+      }
       __pipeline_commit();
     }
   }
@@ -246,7 +136,7 @@ struct Warp {
   __device__ bool compute_scores(int64_t t, Columns& exponentials, Columns& scores,
                                  Columns& maxima) const {
     float magnitude = 0.0f;
-    for_steps(a.experts, [&](int e, auto whole) {
+    for_steps(0, a.experts, [&](int e, auto whole) {
       float z[kStepVectors][kAdjacent], b[kStepVectors][kAdjacent], s[kStepVectors][kAdjacent];
 #pragma unroll
       for (int v = 0; v < kStepVectors; ++v) {
@@ -310,65 +200,94 @@ struct Warp {
     }
   }
 
-  // Appends the experts of the bits that are set in the lanes' masks to found.ids, of which `count`
-  // are there; those beyond the room are only counted. The lowest bits are the step of expert e,
-  // higher ones steps before it.
-  __device__ int gather(unsigned mask, int e, int count) const {
-    const unsigned lanes_before = (1u << lane_id()) - 1;
-#pragma unroll 1
-    for (unsigned lanes; (lanes = __ballot_sync(kAllLanes, mask != 0)) != 0;) {
-      const int at = count + __popc(lanes & lanes_before);
-      const unsigned bit = static_cast<unsigned>(31 - __clz(static_cast<int>(mask))) % 32;
-      const int id = e - static_cast<int>(bit / kStepBits * kStep) +
-                     static_cast<int>(bit / kAdjacent % kStepVectors * kColumns + bit % kAdjacent);
-      if (mask != 0 && at < Found::kRoom) found.ids[at] = id;
-      mask &= ~(1u << bit);
-      count += __popc(lanes);
+  // The experts of a lane that reach a bound: in the lowest bits of masks[0] those of the last
+  // step, that of expert e, in higher bits and masks those of steps before it.
+  struct Hits {
+    unsigned masks[kMasks] = {};
+    int steps = 0;  // in masks[0]
+
+    __device__ void add(unsigned bits) {
+      if (steps == kMaskSteps) {
+#pragma unroll
+        for (int m = kMasks - 1; m > 0; --m) masks[m] = masks[m - 1];
+        masks[0] = steps = 0;
+      }
+      masks[0] = masks[0] << kStepBits | bits;
+      ++steps;
     }
-    return count;
+  };
+
+  // Appends them to found.ids, of which `count` are there; those beyond the room are only counted.
+  __device__ int gather(const Hits& hits, int e, int count) const {
+    int own = 0;
+#pragma unroll
+    for (int m = 0; m < kMasks; ++m) own += __popc(hits.masks[m]);
+    int upto = own;
+#pragma unroll
+    for (int width = 1; width < kLanes; width *= 2) {
+      const int before = __shfl_up_sync(kAllLanes, upto, width);
+      if (lane_id() >= width) upto += before;
+    }
+    int at = count + upto - own;
+#pragma unroll
+    for (int m = 0; m < kMasks; ++m) {
+      if (m > 0) e -= (m == 1 ? hits.steps : kMaskSteps) * kStep;
+#pragma unroll 1
+      for (unsigned mask = hits.masks[m]; mask != 0; mask &= mask - 1) {
+        const int bit = __ffs(static_cast<int>(mask)) - 1;
+        const int id = e - (bit >> 3) * kStep + (bit >> 2 & 1) * kColumns + (bit & 3);
+        if (at < Found::kRoom) found.ids[at] = id;
+        ++at;
+      }
+    }
+    return count + __shfl_sync(kAllLanes, upto, kLanes - 1);
   }
+  static_assert(kStepVectors == 2 && kAdjacent == 4);
 
   // Adds `share` times the row to the sums, and counts and gathers the experts that reach `bound`.
   template <bool kOnLogit>
   __device__ int sweep(int64_t t, float share, float inverse, float bias_factor,
                        float bound) const {
-    int count = 0, steps = 0, last = 0;
-    unsigned mask = 0;
-    for_steps(a.experts, [&](int e, auto whole) {
-      float z[kStepVectors][kAdjacent] = {}, b[kStepVectors][kAdjacent], s[kStepVectors][kAdjacent],
-            sum[kStepVectors][kAdjacent];
+    int count = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < a.experts; begin += kMasks * kMaskSteps * kStep) {
+      const int end = min(begin + kMasks * kMaskSteps * kStep, a.experts);
+      Hits hits;
+      int last = 0;
+      for_steps(begin, end, [&](int e, auto whole) {
+        float z[kStepVectors][kAdjacent] = {}, b[kStepVectors][kAdjacent],
+              s[kStepVectors][kAdjacent], sum[kStepVectors][kAdjacent];
 #pragma unroll
-      for (int v = 0; v < kStepVectors; ++v) {
-        const int at = e + v * kColumns;
-        if (!has(whole, at)) continue;
-        load_four(row + at, s[v]);
-        load_four(sums + at, sum[v]);
-        load_bias(at, b[v]);
-        if (kOnLogit) load_logits<false>(t, at, z[v]);
-      }
-      unsigned bits = 0;
-#pragma unroll
-      for (int v = 0; v < kStepVectors; ++v) {
-        const int at = e + v * kColumns;
-        if (!has(whole, at)) continue;
-#pragma unroll
-        for (int i = 0; i < kAdjacent; ++i) {
-          sum[v][i] = math::fma(s[v][i], share, sum[v][i]);
-          const bool there = !kAny || decltype(whole)::value || at + i < a.experts;
-          if (there && value_of<kOnLogit>(z[v][i], s[v][i], b[v][i], inverse, bias_factor) >= bound)
-            bits |= 1u << (v * kAdjacent + i);
+        for (int v = 0; v < kStepVectors; ++v) {
+          const int at = e + v * kColumns;
+          if (!has(whole, at)) continue;
+          load_four(row + at, s[v]);
+          load_four(sums + at, sum[v]);
+          load_bias(at, b[v]);
+          if (kOnLogit) load_logits<false>(t, at, z[v]);
         }
-        *reinterpret_cast<float4*>(sums + at) =
-            make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
-      }
-      mask = mask << kStepBits | bits;
-      last = e;
-      if (++steps == kMaskSteps) {
-        count = gather(mask, e, count);
-        mask = steps = 0;
-      }
-    });
-    return gather(mask, last, count);
+        unsigned bits = 0;
+#pragma unroll
+        for (int v = 0; v < kStepVectors; ++v) {
+          const int at = e + v * kColumns;
+          if (!has(whole, at)) continue;
+#pragma unroll
+          for (int i = 0; i < kAdjacent; ++i) {
+            sum[v][i] = math::fma(s[v][i], share, sum[v][i]);
+            const bool there = !kAny || decltype(whole)::value || at + i < a.experts;
+            if (there &&
+                value_of<kOnLogit>(z[v][i], s[v][i], b[v][i], inverse, bias_factor) >= bound)
+              bits |= 1u << (v * kAdjacent + i);
+          }
+          *reinterpret_cast<float4*>(sums + at) =
+              make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
+        }
+        last = e;
+        hits.add(bits);
+      });
+      count = gather(hits, last, count);
+    }
+    return count;
   }
 
   // Where more experts reach `bound` than there is room for: gathers those that reach a higher one
@@ -430,7 +349,8 @@ struct Warp {
           find_maxima<false>(t, inverse, bias_factor, maxima);
         }
       }
-      const float bound = given ? math::infinity() : bound_of_maxima(maxima, top_k);
+      const float bound =
+          given ? math::infinity() : bound_of_maxima(maxima, a.experts >= kColumns, top_k);
       const float part = loss ? 0.0f : share;
       int count = on_logit ? sweep<true>(t, part, inverse, bias_factor, bound)
                            : sweep<false>(t, part, inverse, bias_factor, bound);

@@ -1,0 +1,154 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// Top-K of a long row by one warp, K <= 64, in the three steps of rank.cuh: a bound from the
+// largest of a row's kColumns columns, the experts that reach it, and the rank of each by counting.
+// Values are finite.
+#pragma once
+
+#include <climits>
+
+#include "warp.h"
+
+namespace duomoe::cuda {
+
+using math::kAdjacent;
+using math::kColumns;
+
+constexpr int kMaxTop = 2 * kLanes;
+
+// The experts that reach a bound, in any order, and which of them are the K best, in order.
+struct Found {
+  static constexpr int kRoom = 2 * kMaxTop;
+  alignas(16) float values[kRoom];
+  float scores[kRoom];
+  int32_t ids[kRoom];
+  int32_t best[kMaxTop];
+};
+
+// An integer with the order of the numbers x (-0 equals +0), and its inverse.
+__device__ inline int key_of(float x) {
+  const int bits = static_cast<int>(math::bits_of(x + 0.0f));
+  return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+__device__ inline float number_of(int key) {
+  return math::float_of(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
+}
+
+// A bound that at least K <= 64 of the lanes' maxima reach, of which there are K or more, and -inf
+// in place of those that are not there; few others do unless they equal the K-th. Each round cuts
+// the interval of keys in four.
+__device__ inline float bound_of_maxima(const Columns& maxima, bool all_there, int top_k) {
+  int keys[kAdjacent];
+#pragma unroll
+  for (int i = 0; i < kAdjacent; ++i)
+    keys[i] = maxima[i] > -math::infinity() ? key_of(maxima[i]) : INT_MIN;
+  const int most = max(max(keys[0], keys[1]), max(keys[2], keys[3]));
+  // 32 lanes' largest, and as many second largest, are reached by 32 and by 64.
+  int least = most;
+  if (top_k > kLanes) {
+    least = max(min(max(keys[0], keys[1]), max(keys[2], keys[3])),
+                max(min(keys[0], keys[1]), min(keys[2], keys[3])));
+  }
+  if (!all_there) {
+    least = INT_MAX;
+#pragma unroll
+    for (int i = 0; i < kAdjacent; ++i) {
+      if (keys[i] != INT_MIN) least = min(least, keys[i]);
+    }
+  }
+  // K or more reach `low`, fewer reach `high`.
+  int low = __reduce_min_sync(kAllLanes, least);
+  int high = __reduce_max_sync(kAllLanes, most) + 1;
+  const int enough = top_k + top_k / 8 + 2;
+#pragma unroll 1
+  for (unsigned width; (width = static_cast<unsigned>(high) - static_cast<unsigned>(low)) > 1;) {
+    const int one = static_cast<int>(low + width / 4), two = static_cast<int>(low + width / 2);
+    const int three = static_cast<int>(two + width / 4);
+    unsigned packed = 0;
+#pragma unroll
+    for (int i = 0; i < kAdjacent; ++i) {
+      if (keys[i] >= one) packed += 1;
+      if (keys[i] >= two) packed += 1 << 8;
+      if (keys[i] >= three) packed += 1 << 16;
+    }
+    packed = __reduce_add_sync(kAllLanes, packed);  // 128 each at most
+    const int reach_one = packed & 0xff, reach_two = packed >> 8 & 0xff, reach_three = packed >> 16;
+    int reach = INT_MAX;
+    if (reach_two >= top_k) {
+      const bool upper = reach_three >= top_k;
+      low = upper ? three : two;
+      high = upper ? high : three;
+      reach = upper ? reach_three : reach_two;
+    } else {
+      const bool upper = reach_one >= top_k;
+      low = upper ? one : low;
+      high = upper ? two : one;
+      reach = upper ? reach_one : INT_MAX;
+    }
+    if (reach <= enough) break;
+  }
+  return number_of(low);
+}
+
+// found.best: the K of the `count` candidates that are first by (value descending, id ascending).
+__device__ inline void rank_found(int count, int top_k, Found& found) {
+  constexpr int kTogether = 8, kNone = -1;
+  if (lane_id() < kTogether && count + lane_id() < Found::kRoom)
+    found.values[count + lane_id()] = -math::infinity();
+  for (int k = lane_id(); k < top_k; k += kLanes) found.best[k] = kNone;
+  __syncwarp();
+  bool equal = false;  // to another, which has the same place by value
+#pragma unroll 1
+  for (int first = 0; first < count; first += 2 * kLanes) {
+    const int own = first + lane_id(), second = own + kLanes;
+    const float value = own < count ? found.values[own] : math::infinity();
+    const float second_value = second < count ? found.values[second] : math::infinity();
+    const bool two = first + kLanes < count;
+    int place = 0, second_place = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; i += kTogether) {
+      float x[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; j += kAdjacent) {
+        const float4 four = *reinterpret_cast<const float4*>(found.values + i + j);
+        x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (x[j] > value) ++place;
+      }
+      if (!two) continue;
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        if (x[j] > second_value) ++second_place;
+      }
+    }
+    const bool used = own < count && place < top_k;
+    const bool second_used = second < count && second_place < top_k;
+    equal = equal || (used && found.best[place] != kNone) ||
+            (second_used && found.best[second_place] != kNone);
+    __syncwarp();
+    if (used) found.best[place] = own;
+    if (second_used) found.best[second_place] = second;
+    __syncwarp();
+    equal = equal || (used && found.best[place] != own) ||
+            (second_used && found.best[second_place] != second);
+  }
+  if (!__any_sync(kAllLanes, equal)) return;
+#pragma unroll 1
+  for (int own = lane_id(); own < count; own += kLanes) {
+    const float value = found.values[own];
+    const int32_t id = found.ids[own];
+    int place = 0;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      const float x = found.values[i];
+      if (x > value || (x == value && found.ids[i] < id)) ++place;
+    }
+    if (place < top_k) found.best[place] = own;
+  }
+  __syncwarp();
+}
+
+}  // namespace duomoe::cuda
