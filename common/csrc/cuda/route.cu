@@ -1,5 +1,7 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
+#include <type_traits>
+
 #include "route.cuh"
 
 namespace duomoe::cuda {
@@ -7,89 +9,120 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One block joins kJoinColumns columns of one sequence: strand i of math/router.h is added up by
-// the threads of row i.
-constexpr int kJoinColumns = kLanes;
-constexpr int kUnrolled = 8;
+// A strand's chunks that are read at once; a call has about kChunks.
+constexpr int kBatch = math::kChunks / math::kStrands;
 
 struct Join {
-  int64_t runs;
+  int64_t runs, sequences;
   float* score_sums;
   float* logsumexp_sq;
   int32_t* num_tokens;
   int32_t* sequence_counts;
 };
 
-__global__ void __launch_bounds__(kJoinColumns* math::kStrands)
+// One block joins kColumns columns of one sequence: strand i of math/router.h is added up by the
+// threads of row i. The last of the E + 1 columns is logsumexp^2, whose counts are the tokens.
+template <int kColumns, bool kLossCounts>
+__global__ void __launch_bounds__(kColumns* math::kStrands)
     join_chunks(const __grid_constant__ Route a, const Join to) {
-  __shared__ float sums[math::kStrands][kJoinColumns];
-  __shared__ int32_t counts[math::kStrands][kJoinColumns];
-  __shared__ int32_t loss_counts[math::kStrands][kJoinColumns];
-  const int experts = a.experts, column = static_cast<int>(threadIdx.x) % kJoinColumns;
-  const int strand = static_cast<int>(threadIdx.x) / kJoinColumns;
-  const int groups = (experts + kJoinColumns) / kJoinColumns;  // of E + 1 columns
-  const int64_t s = blockIdx.x / groups;
-  const int e = static_cast<int>(blockIdx.x % groups) * kJoinColumns + column;
-  const int64_t at = s - a.range.first_sequence();
-  int64_t chunks = 0;
-  if (at >= 0 && at < to.runs) {
-    const Run run = run_of(a.range, at);
-    if (run.begin < run.end) chunks = (run.end - run.begin + a.chunk_length - 1) / a.chunk_length;
+  __shared__ float sums[math::kStrands][kColumns];
+  __shared__ int32_t counts[math::kStrands][kColumns];
+  __shared__ int32_t loss_counts[kLossCounts ? math::kStrands : 1][kColumns];
+  const int experts = a.experts, column = static_cast<int>(threadIdx.x) % kColumns;
+  const int strand = static_cast<int>(threadIdx.x) / kColumns;
+  int64_t s = 0;
+  int e = static_cast<int>(blockIdx.x) * kColumns + column;
+  if (to.sequences > 1) {
+    const unsigned groups = static_cast<unsigned>(experts + kColumns) / kColumns;
+    s = blockIdx.x / groups;
+    e = static_cast<int>(blockIdx.x % groups) * kColumns + column;
   }
-  const int64_t first = at * a.chunks_per_run;
+  int64_t at = s;
+  int chunks = to.runs > 0 ? static_cast<int>(a.chunks_per_run) : 0;
+  if (a.range.first_token && to.runs > 0) {
+    at = s - a.range.first_sequence();
+    chunks = 0;
+    if (at >= 0 && at < to.runs) {
+      const Run run = run_of(a.range, at);
+      if (run.begin < run.end)
+        chunks = static_cast<int>((run.end - run.begin + a.chunk_length - 1) / a.chunk_length);
+    }
+  }
 
   float sum = 0.0f;
   int32_t count = 0, loss_count = 0;
   if (e <= experts) {
-    // The last column is logsumexp^2, whose counts are those of the tokens.
-    const auto value = [&](int64_t chunk) { return a.partials.sums(chunk)[e]; };
-    const int32_t* first_counts = e < experts ? a.partials.counts(0, experts) + e
-                                              : a.partials.tokens(0, experts);
-    for (int64_t i = strand; i < chunks; i += kUnrolled * math::kStrands) {
-      float part[kUnrolled];
-      int32_t part_count[kUnrolled], part_loss_count[kUnrolled];
+    const int64_t step = math::kStrands * a.partials.stride;
+    const uint32_t* words =
+        a.partials.words + (at * a.chunks_per_run + strand) * a.partials.stride + e;
+    const int to_count = e < experts ? experts + 2 : 1;
+#pragma unroll 1
+    for (int left = (chunks - strand + math::kStrands - 1) / math::kStrands; left > 0;
+         left -= kBatch) {
+      float part[kBatch];
+      int32_t part_count[kBatch], part_loss_count[kBatch];
 #pragma unroll
-      for (int j = 0; j < kUnrolled; ++j) {
-        const int64_t chunk = first + i + j * math::kStrands;
-        const bool there = i + j * math::kStrands < chunks;
-        const int32_t* own_counts = first_counts + chunk * a.partials.stride;
-        part[j] = there ? value(chunk) : 0.0f;
-        part_count[j] = there ? *own_counts : 0;
-        part_loss_count[j] =
-            there && a.separate_loss_counts && e < experts ? own_counts[experts] : 0;
+      for (int j = 0; j < kBatch; ++j) {
+        const bool there = j < left;
+        part[j] = there ? math::float_of(words[0]) : 0.0f;
+        part_count[j] = there ? static_cast<int32_t>(words[to_count]) : 0;
+        if (kLossCounts) {
+          part_loss_count[j] =
+              there && e < experts ? static_cast<int32_t>(words[to_count + experts]) : 0;
+        }
+        words += step;
       }
 #pragma unroll
-      for (int j = 0; j < kUnrolled; ++j) {
+      for (int j = 0; j < kBatch; ++j) {
         sum += part[j];
         count += part_count[j];
-        loss_count += part_loss_count[j];
+        if (kLossCounts) loss_count += part_loss_count[j];
       }
     }
   }
   sums[strand][column] = sum;
   counts[strand][column] = count;
-  loss_counts[strand][column] = loss_count;
+  if (kLossCounts) loss_counts[strand][column] = loss_count;
   __syncthreads();
-  if (strand != 0 || e > experts) return;
-  sum = 0.0f;
-  count = loss_count = 0;
+  if (e > experts) return;
+  const auto total = [&](auto x, const auto& of) {
 #pragma unroll
-  for (int i = 0; i < math::kStrands; ++i) {
-    sum += sums[i][column];
-    count += counts[i][column];
-    loss_count += loss_counts[i][column];
+    for (int i = 0; i < math::kStrands; ++i) x += of[i][column];
+    return x;
+  };
+  // Three warps at once.
+  constexpr int kRowsOfWarp = kLanes / kColumns;
+  if (strand == 0) {
+    const float all = total(0.0f, sums);
+    (e < experts ? to.score_sums[s * experts + e] : to.logsumexp_sq[s]) = all;
+  } else if (strand == kRowsOfWarp) {
+    const int32_t all = total(int32_t{0}, counts);
+    if (e == experts) {
+      to.num_tokens[s] = all;
+      return;
+    }
+    if (!kLossCounts) to.sequence_counts[s * experts + e] = all;
+    if (!a.clear_expert_counts) {
+      a.expert_counts[e] = all;
+    } else if (all) {
+      atomicAdd(a.expert_counts + e, all);
+    }
+  } else if (kLossCounts && strand == 2 * kRowsOfWarp && e < experts) {
+    to.sequence_counts[s * experts + e] = total(int32_t{0}, loss_counts);
   }
-  if (e == experts) {
-    to.logsumexp_sq[s] = sum;
-    to.num_tokens[s] = count;
-    return;
-  }
-  to.score_sums[s * experts + e] = sum;
-  to.sequence_counts[s * experts + e] = a.separate_loss_counts ? loss_count : count;
-  if (a.clear_expert_counts) {
-    if (count) atomicAdd(a.expert_counts + e, count);
+}
+
+void launch_join(Queue& queue, const Route& a, const Join& join) {
+  const auto launch = [&]<int kColumns>(std::integral_constant<int, kColumns>) {
+    queue.launch_early(
+        a.separate_loss_counts ? join_chunks<kColumns, true> : join_chunks<kColumns, false>,
+        join.sequences * ceil_div(a.experts + 1, kColumns), kColumns * math::kStrands, 0, a, join);
+  };
+  // Few columns in few threads.
+  if (a.experts < kLanes / 2) {
+    launch(std::integral_constant<int, kLanes / 2>{});
   } else {
-    a.expert_counts[e] = count;
+    launch(std::integral_constant<int, kLanes>{});
   }
 }
 
@@ -147,31 +180,31 @@ DUOMOE_KERNEL(kCuda, route) {
                    &given = call.in("given_indices"), &mask = call.in("token_mask");
   const int64_t groups = call.integer("num_groups"), chunks = plan.chunks();
   Queue queue(call);
-  Route a{.options = options_of(call),
-          .range = range_of(call),
-          .experts = static_cast<int>(experts),
-          .top_k = static_cast<int>(call.axis('K')),
-          .on_logit = call.choice<SelectOn>("select_on") == SelectOn::kLogit,
-          .groups = {.count = static_cast<int>(groups),
-                     .kept = static_cast<int>(call.integer("group_top_k")),
-                     .score_k = static_cast<int>(
-                         std::min(call.integer("group_score_k"), experts / groups))},
-          .dtype = logits.dtype,
-          .whole_vectors = whole_vectors(logits.data, logits.dtype, experts),
-          .logits = logits.as<const char>(),
-          .bias = bias.present() ? bias.as<const float>() : nullptr,
-          .given = given.present() ? given.as<const int32_t>() : nullptr,
-          .mask = mask.present() ? mask.as<const uint8_t>() : nullptr,
-          .indices = call.out("indices").as<int32_t>(),
-          .weights = call.out("weights").as<float>(),
-          .expert_counts = call.out("expert_counts").as<int32_t>(),
-          .separate_loss_counts = plan.separate_loss_counts,
-          .clear_expert_counts = sequences > 1,
-          .chunk_length = plan.chunk_length,
-          .chunks_per_run = std::max<int64_t>(1, plan.chunks_per_run),
-          .one_run = sequences == 1 && !call.in("first_token").present(),
-          .partials = {.words = queue.scratch<uint32_t>(plan.partial_words()), .stride = plan.stride},
-          .streams = queue.scratch<float>(plan.stream_words())};
+  Route a{
+      .options = options_of(call),
+      .range = range_of(call),
+      .experts = static_cast<int>(experts),
+      .top_k = static_cast<int>(call.axis('K')),
+      .on_logit = call.choice<SelectOn>("select_on") == SelectOn::kLogit,
+      .groups = {.count = static_cast<int>(groups),
+                 .kept = static_cast<int>(call.integer("group_top_k")),
+                 .score_k =
+                     static_cast<int>(std::min(call.integer("group_score_k"), experts / groups))},
+      .dtype = logits.dtype,
+      .whole_vectors = whole_vectors(logits.data, logits.dtype, experts),
+      .logits = logits.as<const char>(),
+      .bias = bias.present() ? bias.as<const float>() : nullptr,
+      .given = given.present() ? given.as<const int32_t>() : nullptr,
+      .mask = mask.present() ? mask.as<const uint8_t>() : nullptr,
+      .indices = call.out("indices").as<int32_t>(),
+      .weights = call.out("weights").as<float>(),
+      .expert_counts = call.out("expert_counts").as<int32_t>(),
+      .separate_loss_counts = plan.separate_loss_counts,
+      .clear_expert_counts = sequences > 1,
+      .chunk_length = plan.chunk_length,
+      .chunks_per_run = std::max<int64_t>(1, plan.chunks_per_run),
+      .partials = {.words = queue.scratch<uint32_t>(plan.partial_words()), .stride = plan.stride},
+      .streams = queue.scratch<float>(plan.stream_words())};
 
   if (call.in("first_token").present()) {
     queue.launch(fill_padding, grid_for(tokens * a.top_k, kThreads), kThreads, 0, a.range,
@@ -183,12 +216,12 @@ DUOMOE_KERNEL(kCuda, route) {
     if (Status status = launch_route_rows(queue, a, chunks); !status.ok()) return status;
   }
   const Join join{.runs = plan.runs,
+                  .sequences = sequences,
                   .score_sums = call.out("score_sums").as<float>(),
                   .logsumexp_sq = call.out("logsumexp_sq").as<float>(),
                   .num_tokens = call.out("num_tokens").as<int32_t>(),
                   .sequence_counts = call.out("sequence_counts").as<int32_t>()};
-  queue.launch(join_chunks, sequences * ceil_div(experts + 1, kJoinColumns),
-                     kJoinColumns * math::kStrands, 0, a, join);
+  launch_join(queue, a, join);
   return queue.status();
 }
 
