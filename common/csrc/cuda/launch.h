@@ -27,6 +27,18 @@ inline int64_t grid_for(int64_t items, int64_t per_block) {
   return std::min<int64_t>(ceil_div(items, per_block), 1 << 20);
 }
 
+// Whether every architecture of the build has clusters of blocks.
+constexpr bool built_for_clusters() {
+#ifdef __CUDA_ARCH_LIST__
+  for (int arch : {__CUDA_ARCH_LIST__}) {
+    if (arch < 900) return false;
+  }
+  return true;
+#else
+  return false;
+#endif
+}
+
 // The work of one call, in stream order; one per call, for it hands out the workspace. The first
 // error stays; what comes after it is skipped.
 class Queue {
@@ -45,6 +57,33 @@ class Queue {
     }
     kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream_>>>(arguments...);
     check(cudaGetLastError());
+  }
+
+  // Launches one cluster of blocks, of which there may be more than the portable 8; false, and
+  // nothing is launched, where the device cannot.
+  template <typename... Parameters, typename... Arguments>
+  bool launch_cluster(void (*kernel)(Parameters...), int blocks, int threads,
+                      const Arguments&... arguments) {
+    if (!built_for_clusters() || !status_.ok()) return false;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(blocks));
+    config.blockDim = dim3(static_cast<unsigned>(threads));
+    config.stream = stream_;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    int fitting = 0;
+    if (cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&fitting, kernel, &config) != cudaSuccess || fitting == 0) {
+      cudaGetLastError();  // the failure is no error of the call
+      return false;
+    }
+    check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+    return true;
   }
 
   // Sets every byte.
@@ -80,8 +119,7 @@ class Queue {
   int64_t multiprocessors() {
     int device = 0, count = 1;
     if (status_.ok()) check(cudaGetDevice(&device));
-    if (status_.ok())
-      check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    if (status_.ok()) check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     return count;
   }
 

@@ -12,14 +12,6 @@ constexpr int kThreads = 256;
 // A strand's chunks that are read at once; a call has about kChunks.
 constexpr int kBatch = math::kChunks / math::kStrands;
 
-struct Join {
-  int64_t runs, sequences;
-  float* score_sums;
-  float* logsumexp_sq;
-  int32_t* num_tokens;
-  int32_t* sequence_counts;
-};
-
 // One block joins kColumns columns of one sequence: strand i of math/router.h is added up by the
 // threads of row i. The last of the E + 1 columns is logsumexp^2, whose counts are the tokens.
 template <int kColumns, bool kLossCounts>
@@ -210,17 +202,18 @@ DUOMOE_KERNEL(kCuda, route) {
     queue.launch(fill_padding, grid_for(tokens * a.top_k, kThreads), kThreads, 0, a.range,
                  static_cast<int64_t>(a.top_k), a.indices, a.weights);
   }
-  if (chunks == 0) {
-    queue.fill(call.out("expert_counts"), 0);
-  } else if (!launch_route_lanes(queue, a, chunks) && !launch_route_vectors(queue, a, chunks)) {
-    if (Status status = launch_route_rows(queue, a, chunks); !status.ok()) return status;
-  }
   const Join join{.runs = plan.runs,
                   .sequences = sequences,
                   .score_sums = call.out("score_sums").as<float>(),
                   .logsumexp_sq = call.out("logsumexp_sq").as<float>(),
                   .num_tokens = call.out("num_tokens").as<int32_t>(),
                   .sequence_counts = call.out("sequence_counts").as<int32_t>()};
+  if (launch_route_cluster(queue, a, join)) return queue.status();
+  if (chunks == 0) {
+    queue.fill(call.out("expert_counts"), 0);
+  } else if (!launch_route_lanes(queue, a, chunks) && !launch_route_vectors(queue, a, chunks)) {
+    if (Status status = launch_route_rows(queue, a, chunks); !status.ok()) return status;
+  }
   launch_join(queue, a, join);
   return queue.status();
 }

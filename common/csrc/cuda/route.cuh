@@ -2,7 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the kernels of `route` share. One block sums the statistics of one chunk of tokens
-// (math/router.h); a second kernel joins the chunks. Three kernels do the routing, by the shape:
+// (math/router.h); a second kernel joins the chunks. Four kernels do the routing, by the shape:
+//   route_cluster.cu  E <= 8, at most 8192 tokens: chunks are joined within the kernel
 //   route_lanes.cu    E <= 64: 1 to 16 lanes a token
 //   route_vectors.cu  E <= 512: a warp a token, its row in registers
 //   route_rows.cu     any other: a warp a token, its row in shared memory
@@ -59,7 +60,18 @@ struct Route {
   __device__ Logits row(int64_t t) const {
     return {dtype, logits + t * experts * item_bytes(dtype)};
   }
-  __host__ __device__ int count_words() const { return separate_loss_counts ? 2 * experts : experts; }
+  __host__ __device__ int count_words() const {
+    return separate_loss_counts ? 2 * experts : experts;
+  }
+};
+
+// The results per sequence.
+struct Join {
+  int64_t runs, sequences;
+  float* score_sums;
+  float* logsumexp_sq;
+  int32_t* num_tokens;
+  int32_t* sequence_counts;
 };
 
 // The chunk of a block.
@@ -119,9 +131,7 @@ inline __device__ __noinline__ void route_token(const Route& a, int64_t t, Row& 
       const uint64_t worst = worst_kept_group(a.groups, a.experts, value, group_keys);
       const int size = a.experts / a.groups.count;
       select(
-          [&](int e) {
-            return composite(group_keys[e / size], e / size) < worst ? kOut : key(e);
-          },
+          [&](int e) { return composite(group_keys[e / size], e / size) < worst ? kOut : key(e); },
           a.experts, a.top_k, take);
     }
   }
@@ -193,7 +203,8 @@ class LogSumExps {
   float mine_ = 1.0f, sum_ = 0.0f;
 };
 
-// The chunk's results, by all threads of the block; stream(j, e) is stream j's sum of P of expert e.
+// The chunk's results, by all threads of the block; stream(j, e) is stream j's sum of P of expert
+// e.
 template <typename F>
 __device__ void write_partials(const Route& a, const int32_t* counts, bool copy_counts,
                                const float* stream_logsumexp_sq, const int32_t* stream_tokens,
@@ -229,6 +240,8 @@ inline bool needs_streams(int64_t experts) { return experts > 2048; }
 
 // The kernels; each routes all chunks. Threads and shared memory are chosen by the launching
 // functions, which return false where the kernel does not fit the call.
+// launch_route_cluster leaves nothing to join.
+bool launch_route_cluster(Queue& queue, const Route& route, const Join& join);
 bool launch_route_lanes(Queue& queue, const Route& route, int64_t chunks);
 bool launch_route_vectors(Queue& queue, const Route& route, int64_t chunks);
 Status launch_route_rows(Queue& queue, const Route& route, int64_t chunks);

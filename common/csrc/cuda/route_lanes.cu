@@ -1,401 +1,35 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// `route` for E <= 64 and K <= 8: eight experts to a lane, so that 1 to 8 lanes hold a token and a
-// warp several. A block goes through its chunk in tiles; the tile's probabilities lie in shared
-// memory, where threads add them up stream by stream.
-//
-// A lane's two vectors are 4 P experts apart, P being the lanes of a token: the first step of the
-// butterfly of math/router.h is then within a lane.
+// `route` for E <= 64 and K <= 8, with a block per chunk, which goes through it in tiles.
 #include <type_traits>
 
-#include "route.cuh"
+#include "route_lanes.cuh"
 
 namespace duomoe::cuda {
 namespace {
 
-constexpr int kMaxTop = 8;
-constexpr int kMaxExperts = 64;
-constexpr int kVectors = 2;
-constexpr int kElements = kVectors * kAdjacent;
-// A group has a whole number of vectors.
-constexpr int kMaxGroups = kMaxExperts / kAdjacent;
+using namespace lanes;
+
 // Sums of a thread: there are at least P / 2 warps for 8 streams of 8 P columns.
 constexpr int kMaxSums = 4;
-constexpr int kMaxTileWords = kMaxWarps * kLanes * kElements;
 
-using Values = float[kElements];
+// The chunk of any block, out of the way of the calls with one sequence.
+__device__ __noinline__ Chunk any_chunk(const Route& a) { return chunk_of(a, blockIdx.x); }
 
-// A chunk's part of the arrays. It is so small that offsets within it are of 32 bits.
-struct ChunkView {
-  const char* logits;
-  const uint8_t* mask;   // may be null
-  const int32_t* given;  // may be null
-  int32_t* indices;
-  float* weights;
-  int64_t begin;
-  int tokens;
-
-  __device__ ChunkView(const Route& a, const Chunk& chunk)
-      : logits(a.logits + chunk.begin * a.experts * item_bytes(a.dtype)),
-        mask(a.mask ? a.mask + chunk.begin : nullptr),
-        given(a.given ? a.given + chunk.begin * a.top_k : nullptr),
-        indices(a.indices + chunk.begin * a.top_k),
-        weights(a.weights + chunk.begin * a.top_k),
-        begin(chunk.begin),
-        tokens(static_cast<int>(chunk.end - chunk.begin)) {}
-};
-
-// The chunk of a block; of one sequence, without a division.
 __device__ Chunk own_chunk(const Route& a) {
-  if (a.range.first_token || a.chunks_per_run < gridDim.x) return chunk_of(a, blockIdx.x);
+  if (a.range.first_token || a.chunks_per_run < gridDim.x) return any_chunk(a);
   const int64_t begin = blockIdx.x * a.chunk_length, end = begin + a.chunk_length;
   return {begin, end < a.range.tokens ? end : a.range.tokens};
 }
-
-// Where a tile's results go, in shared memory.
-struct TileMemory {
-  float* rows;           // [tile][8 P], P of the token = row * share
-  float* shares;         // [tile]
-  float* logsumexps;     // [tile]
-  int32_t* counts;       // [E]
-  int32_t* loss_counts;  // [E]
-  int32_t* tokens;
-  uint32_t* group_keys;  // the warp's
-};
-
-// Rows that are not moderate, one after the other: those of the lanes `left` of a warp whose first
-// token is `first` of the chunk and has row `first_row` of the tile.
-__device__ __noinline__ void route_others(const Route& a, unsigned left, int lanes, int64_t first,
-                                          int first_row, const TileMemory& to) {
-  const int padded = kElements * lanes;
-  while (left) {
-    const int other = (__ffs(static_cast<int>(left)) - 1) / lanes, row_of_tile = first_row + other;
-    left &= left - 1;
-    float* mine = to.rows + row_of_tile * padded;
-    __syncwarp();
-    Row row{.score = a.options.score, .experts = a.experts, .z = a.row(first + other), .s = mine};
-    route_token(a, first + other, row, to.group_keys, to.counts, to.loss_counts);
-    for (int e = lane_id(); e < a.experts; e += kLanes) mine[e] = row.unscaled_probability(e);
-    if (lane_id() == 0) {
-      to.shares[row_of_tile] = row.share;
-      to.logsumexps[row_of_tile] = row.logsumexp;
-    }
-  }
-}
-
-// The work of the P lanes of a token.
-template <int P, Score kScore, bool kPlain>
-struct TokenLanes {
-  static constexpr int kPadded = kElements * P;
-  static constexpr int kSlots = kMaxTop / P;  // of a lane: own, own + P, ...
-  static constexpr bool kSoftmax = kScore == Score::kSoftmax;
-
-  const Route& a;
-  const ChunkView& chunk;
-  int own, first;  // this lane's number among the token's, the token's first lane
-  Raw raw[kVectors];
-  Values bias;
-  bool regular;  // every bias is small enough
-
-  __device__ TokenLanes(const Route& route, const ChunkView& view)
-      : a(route), chunk(view), own(lane_id() % P), first(lane_id() / P * P), regular(true) {}
-
-  __device__ int expert(int i) const {
-    return kAdjacent * (own + i / kAdjacent * P) + i % kAdjacent;
-  }
-
-  template <typename F>
-  __device__ static float join(float x, F f) {
-#pragma unroll
-    for (int width = P / 2; width > 0; width /= 2) x = f(x, __shfl_xor_sync(kAllLanes, x, width));
-    return x;
-  }
-  __device__ static float sum(float x) {
-    return join(x, [](float one, float two) { return one + two; });
-  }
-  __device__ static float row_sum(const Values& x) {
-    return sum(((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])));
-  }
-  // The bits of a ballot that belong to the token.
-  __device__ unsigned bits(bool yes) const {
-    if (P == 1) return yes;
-    return __ballot_sync(kAllLanes, yes) >> first & ((1u << P) - 1);
-  }
-
-  __device__ void fetch_bias() {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) bias[i] = 0.0f;
-    if (kPlain || !a.bias) return;
-    bool finite = true;
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      if (expert(i) < a.experts) bias[i] = a.bias[expert(i)];
-      finite = finite && math::absolute(bias[i]) < 1e30f;
-    }
-    regular = __all_sync(kAllLanes, finite) != 0;
-  }
-
-  // The row of token i of the chunk; zeros past its end.
-  __device__ void fetch(int i) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) raw[j] = Raw{};
-    if (i >= chunk.tokens) return;
-    const int row = i * a.experts;
-    if (!a.whole_vectors) {
-#pragma unroll 1
-      for (int j = 0; j < kVectors; ++j) {
-        const Raw one =
-            load_raw(a.dtype, chunk.logits, row, expert(kAdjacent * j), a.experts, false);
-        (j == 0 ? raw[0] : raw[1]) = one;
-      }
-    } else if (a.dtype == DType::kFloat32) {
-      fetch_vectors(DType::kFloat32, row);
-    } else {
-      fetch_vectors(DType::kBFloat16, row);  // of the same size as float16
-    }
-  }
-  __device__ void fetch_vectors(DType dtype, int row) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      raw[j] = load_raw(dtype, chunk.logits, row, expert(kAdjacent * j), a.experts, true);
-  }
-
-  __device__ void unpack_row(Values& z) const {
-    const auto as = [&](DType dtype) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) unpack(dtype, raw[j], z + kAdjacent * j);
-    };
-    if (a.dtype == DType::kFloat32) {
-      as(DType::kFloat32);
-    } else if (a.dtype == DType::kBFloat16) {
-      as(DType::kBFloat16);
-    } else {
-      as(DType::kFloat16);
-    }
-  }
-
-  // keep(n, id, value) for the K best of v, on the lane of slot k = own + n P. Of equal values the
-  // first vector's come first, and in a vector the first lane's.
-  template <typename F>
-  __device__ void select(Values& v, F keep) const {
-#pragma unroll
-    for (int n = 0; n < kSlots; ++n) {
-#pragma unroll 1
-      for (int i = 0; i < P; ++i) {
-        if (n * P + i >= a.top_k) return;
-        float largest[kVectors];
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-          const float* w = v + kAdjacent * j;
-          largest[j] = fmaxf(fmaxf(w[0], w[1]), fmaxf(w[2], w[3]));
-        }
-        const float best =
-            join(fmaxf(largest[0], largest[1]), [](float x, float y) { return fmaxf(x, y); });
-        int vector;  // of the row
-        if (P == 1) {
-          vector = largest[0] == best ? 0 : 1;
-        } else {
-          vector =
-              __ffs(static_cast<int>(bits(largest[0] == best) | bits(largest[1] == best) << P)) - 1;
-        }
-        const bool second = vector >= P;
-        int element = 3;
-#pragma unroll
-        for (int m = kAdjacent - 2; m >= 0; --m)
-          element = (second ? v[kAdjacent + m] : v[m]) == best ? m : element;
-        const int lane = vector & (P - 1);
-        int taken = second ? element + kAdjacent : element;  // of this lane's, if the best is its
-        if (P > 1) {
-          taken = lane == own ? taken : kElements;
-          element = __shfl_sync(kAllLanes, element, first + lane);
-        }
-        if (P == 1 || i == own) keep(n, kAdjacent * vector + element, best);
-        if (n * P + i + 1 >= a.top_k) return;
-#pragma unroll
-        for (int m = 0; m < kElements; ++m) v[m] = m == taken ? -math::infinity() : v[m];
-      }
-    }
-  }
-
-  // Sets the values of all groups but the best to -inf. A group has `lanes` <= P neighbouring lanes
-  // of a vector.
-  __device__ void keep_best_groups(Values& v) const {
-    const int lanes = a.experts / a.groups.count / kAdjacent;
-    float value[kVectors];
-    int group[kVectors], better[kVectors];
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const float* w = v + kAdjacent * j;
-      const float x = fmaxf(w[0], w[1]), y = fminf(w[0], w[1]);
-      const float p = fmaxf(w[2], w[3]), q = fminf(w[2], w[3]);
-      float largest = fmaxf(x, p), next = fmaxf(fminf(x, p), fmaxf(y, q));
-#pragma unroll 1
-      for (int width = 1; width < lanes; width *= 2) {
-        const float other = __shfl_xor_sync(kAllLanes, largest, width);
-        const float other_next = __shfl_xor_sync(kAllLanes, next, width);
-        next = fmaxf(fminf(largest, other), fmaxf(next, other_next));
-        largest = fmaxf(largest, other);
-      }
-      value[j] = a.groups.score_k == 1 ? largest : largest + next;
-      group[j] = (own + j * P) / lanes;
-      better[j] = 0;
-    }
-#pragma unroll 1
-    for (int g = 0; g < a.groups.count; ++g) {
-      const int vector = g * lanes;
-      const float other =
-          __shfl_sync(kAllLanes, vector < P ? value[0] : value[1], first + (vector & (P - 1)));
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j)
-        better[j] += other > value[j] || (other == value[j] && g < group[j]);
-    }
-#pragma unroll
-    for (int i = 0; i < kElements; ++i)
-      v[i] = better[i / kAdjacent] < a.groups.kept ? v[i] : -math::infinity();
-  }
-
-  // Routes token i of the chunk, whose row is in `raw` and which has row `in_tile` of the tile;
-  // then `raw` is that of token `next`.
-  __device__ void route(int i, int in_tile, int next, const TileMemory& to) {
-    const bool there = i < chunk.tokens;
-    const bool live = there && !(chunk.mask && !chunk.mask[i]);
-    Values z, s, u;
-    unpack_row(z);
-    fetch(next);
-    float magnitude = 0.0f;
-#pragma unroll
-    for (int m = 0; m < kElements; ++m) {
-      magnitude = largest_magnitude(magnitude, z[m]);
-      u[m] = math::exp_moderate(z[m]);
-      if (kScore == Score::kSigmoid) s[m] = math::moderate_sigmoid(z[m], u[m]).value;
-      if (kScore == Score::kSqrtSoftplus) s[m] = math::elementwise_score(kScore, z[m]);
-    }
-#pragma unroll
-    for (int m = 0; m < kElements; ++m) {
-      const bool inside = expert(m) < a.experts;
-      u[m] = inside ? u[m] : 0.0f;
-      if (!kSoftmax) s[m] = inside ? s[m] : 0.0f;
-    }
-    const bool small = magnitude <= math::moderate_limit(kScore) && regular;
-    const bool moderate = bits(small) == (1u << P) - 1;
-    const float exponential_sum = row_sum(u);
-    const float inverse = math::reciprocal(exponential_sum);
-    float share = inverse;
-    if (kSoftmax) {
-#pragma unroll
-      for (int m = 0; m < kElements; ++m) s[m] = u[m] * inverse;
-    } else {
-      share = math::reciprocal(row_sum(s));
-    }
-    float* row = to.rows + in_tile * kPadded;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const float* x = (kSoftmax ? u : s) + kAdjacent * j;
-      *reinterpret_cast<float4*>(row + expert(kAdjacent * j)) =
-          live ? make_float4(x[0], x[1], x[2], x[3]) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-
-    int32_t ids[kSlots];
-    float score[kSlots];
-#pragma unroll
-    for (int n = 0; n < kSlots; ++n) {
-      ids[n] = -1;
-      score[n] = 0.0f;
-    }
-    if (kPlain) {
-#pragma unroll
-      for (int m = 0; m < kElements; ++m) s[m] = expert(m) < a.experts ? s[m] : -math::infinity();
-      select(s, [&](int n, int32_t id, float best) {
-        ids[n] = id;
-        score[n] = best;
-      });
-    } else {
-      Values v;
-#pragma unroll 1
-      for (int pass = a.separate_loss_counts ? 0 : 1; pass < (a.given ? 1 : 2); ++pass) {
-        const float bias_factor = static_cast<float>(pass);  // exact
-        const bool on_logit = a.on_logit;
-#pragma unroll
-        for (int m = 0; m < kElements; ++m) {
-          v[m] = math::fma(bias[m], bias_factor, on_logit ? z[m] : s[m]);
-          v[m] = expert(m) < a.experts ? v[m] : -math::infinity();
-        }
-        if (pass == 1 && !a.groups.all_stay()) keep_best_groups(v);
-        select(v, [&](int n, int32_t id, float) { ids[n] = id; });
-        if (pass == 1) continue;
-#pragma unroll
-        for (int n = 0; n < kSlots; ++n) {
-          if (live && moderate && own + n * P < a.top_k) atomicAdd(to.loss_counts + ids[n], 1);
-        }
-      }
-      if (a.given) {
-#pragma unroll
-        for (int n = 0; n < kSlots; ++n) {
-          const int k = own + n * P;
-          const int32_t e = there && k < a.top_k ? chunk.given[i * a.top_k + k] : -1;
-          ids[n] = e < a.experts ? e : -1;
-        }
-      }
-      __syncwarp();
-#pragma unroll
-      for (int n = 0; n < kSlots; ++n) {
-        if (!live || ids[n] < 0) continue;
-        const float x = row[ids[n]];
-        score[n] = kSoftmax ? x * inverse : x;
-      }
-    }
-
-    // In the lane order of math/router.h.
-    float part[kSlots];
-#pragma unroll
-    for (int n = 0; n < kSlots; ++n) part[n] = score[n];
-#pragma unroll
-    for (int half = kSlots / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int n = 0; n < half; ++n) part[n] += part[n + half];
-    }
-    const Divisor divisor =
-        math::weight_divisor(a.options.normalize, a.options.eps_mode, sum(part[0]), a.options.eps);
-#pragma unroll
-    for (int n = 0; n < kSlots; ++n) {
-      const int k = own + n * P;
-      if (n * P >= a.top_k) break;
-      if (k >= a.top_k || !there || (live && !moderate)) continue;
-      const bool used = live && ids[n] >= 0;
-      float weight = used ? score[n] : 1.0f;
-      if (a.options.normalize) weight /= used ? divisor.value : 1.0f;
-      chunk.indices[i * a.top_k + k] = used ? ids[n] : -1;
-      chunk.weights[i * a.top_k + k] = used ? weight * a.options.scale : 0.0f;
-      if (used) atomicAdd(to.counts + ids[n], 1);
-    }
-    const float logsumexp = math::log(exponential_sum);
-    if (own == 0) {
-      to.shares[in_tile] = live ? share : 0.0f;
-      to.logsumexps[in_tile] = live ? logsumexp : 0.0f;
-    }
-    if (chunk.mask) {
-      const unsigned alive = __ballot_sync(kAllLanes, live && own == 0);
-      if (lane_id() == 0) atomicAdd(to.tokens, __popc(alive));
-    }
-    const unsigned others = __ballot_sync(kAllLanes, live && !moderate && own == 0);
-    if (others) {
-      const int before = lane_id() / P;  // tokens of the warp
-      route_others(a, others, P, chunk.begin + (i - before), in_tile - before, to);
-    }
-  }
-};
 
 // One block per chunk.
 template <int P, Score kScore, bool kPlain>
 __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_constant__ Route a) {
   using Lanes = TokenLanes<P, kScore, kPlain>;
-  constexpr int kPadded = Lanes::kPadded, kStride = kPadded + 1, kMaxTile = kMaxWarps * kLanes / P;
-  alignas(16) __shared__ float rows[kMaxTileWords];
-  __shared__ float shares[kMaxTile], logsumexps[kMaxTile];
-  __shared__ int32_t counts[2 * kMaxExperts + 1];
+  constexpr int kPadded = Lanes::kPadded, kStride = kPadded + 1;
+  __shared__ BlockMemory<P, kMaxWarps> memory;
   __shared__ float streams[kStreams * kStride];  // the last column is logsumexp^2
-  __shared__ uint32_t group_keys[kMaxWarps][kMaxGroups];
 
   const Chunk ends = own_chunk(a);
   if (ends.begin >= ends.end) {
@@ -405,26 +39,24 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
   const ChunkView chunk(a, ends);
   const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
   const int tile = threads / P, in_tile = thread / P;
-  Lanes lanes(a, chunk);
-  lanes.fetch(in_tile);
-  lanes.fetch_bias();
+  Lanes token(a, chunk);
+  token.fetch(in_tile);
+  token.fetch_bias();
   clear_expert_counts(a);
   let_next_kernel_start();
   const int count_words = kPlain ? a.experts : a.count_words();
-  for (int i = thread; i < count_words; i += threads) counts[i] = 0;
-  int32_t* tokens = counts + 2 * kMaxExperts;
-  if (thread == 0) *tokens = a.mask ? 0 : chunk.tokens;
+#pragma unroll 1
+  for (int i = thread; i < count_words; i += threads) memory.counts[i] = 0;
+  if (thread == 0) memory.tokens = a.mask ? 0 : chunk.tokens;
   __syncthreads();
 
-  const TileMemory to{
-      rows, shares, logsumexps, counts, counts + a.experts, tokens, group_keys[warp_id()]};
   float sums[kMaxSums] = {}, logsumexp_sq = 0.0f;
   const int column = thread % kPadded, first_stream = thread / kPadded;
   const int stream_step = threads / kPadded;
 #pragma unroll 1
   for (int begin = 0; begin < chunk.tokens; begin += tile) {
     if (begin > 0) __syncthreads();  // all have read the rows
-    lanes.route(begin + in_tile, in_tile, begin + tile + in_tile, to);
+    token.route(begin + in_tile, in_tile, begin + tile + in_tile, memory);
     __syncthreads();
     // Rows without a live token are 0.
 #pragma unroll
@@ -433,12 +65,12 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
       if (stream >= kStreams) break;
 #pragma unroll 4
       for (int i = stream; i < tile; i += kStreams)
-        sums[n] = math::fma(rows[i * kPadded + column], shares[i], sums[n]);
+        sums[n] = math::fma(memory.rows[i * kPadded + column], memory.shares[i], sums[n]);
     }
     if (thread >= threads - kStreams) {
 #pragma unroll 4
       for (int i = thread - (threads - kStreams); i < tile; i += kStreams)
-        logsumexp_sq = math::fma(logsumexps[i], logsumexps[i], logsumexp_sq);
+        logsumexp_sq = math::fma(memory.logsumexps[i], memory.logsumexps[i], logsumexp_sq);
     }
   }
 
@@ -452,6 +84,7 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
   __syncthreads();
   float* partial_sums = a.partials.sums(blockIdx.x);
   int32_t* partial_counts = a.partials.counts(blockIdx.x, a.experts);
+#pragma unroll 1
   for (int i = thread; i <= a.experts; i += threads) {
     const float* mine = streams + (i < a.experts ? i : kPadded);
     float sum = 0.0f;
@@ -459,9 +92,10 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
     for (int j = 0; j < kStreams; ++j) sum += mine[j * kStride];
     partial_sums[i] = sum;
     // The number of tokens is before the counts.
-    if (i == a.experts) partial_counts[-1] = *tokens;
+    if (i == a.experts) partial_counts[-1] = memory.tokens;
   }
-  for (int i = thread; i < count_words; i += threads) partial_counts[i] = counts[i];
+#pragma unroll 1
+  for (int i = thread; i < count_words; i += threads) partial_counts[i] = memory.counts[i];
 }
 
 template <int P, bool kPlain>
@@ -474,18 +108,13 @@ auto kernel_of(Score score) {
 }  // namespace
 
 bool launch_route_lanes(Queue& queue, const Route& a, int64_t chunks) {
-  if (a.experts > kMaxExperts || a.top_k > kMaxTop) return false;
-  const bool all_stay = a.groups.all_stay();
-  if (!all_stay) {
-    const int size = a.experts / a.groups.count, lanes = size / kAdjacent;
-    if (size % kAdjacent != 0 || (lanes & (lanes - 1)) != 0 || a.groups.score_k > 2) return false;
-  }
-  const bool plain = !a.bias && !a.given && !a.on_logit && !a.separate_loss_counts && all_stay;
+  if (!fits(a)) return false;
   const auto launch = [&]<int P>(std::integral_constant<int, P>) {
     const int warps =
         static_cast<int>(std::min<int64_t>(ceil_div(a.chunk_length * P, kLanes), kMaxWarps));
-    queue.launch(plain ? kernel_of<P, true>(a.options.score) : kernel_of<P, false>(a.options.score),
-                 chunks, warps * kLanes, 0, a);
+    queue.launch(
+        plain(a) ? kernel_of<P, true>(a.options.score) : kernel_of<P, false>(a.options.score),
+        chunks, warps * kLanes, 0, a);
   };
   if (a.experts <= kElements) {
     launch(std::integral_constant<int, 1>{});

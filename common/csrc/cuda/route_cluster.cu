@@ -1,0 +1,155 @@
+// Copyright 2026 The duomoe authors
+// SPDX-License-Identifier: Apache-2.0
+//
+// `route` for few tokens, of one sequence, on E <= 8 experts: the launch of a second kernel would
+// take as long as the routing. One cluster of blocks does all, a block per strand of math/router.h,
+// whose warps take a chunk each, whose lanes take a token each. The strands are joined in the first
+// block's shared memory.
+#include "route_lanes.cuh"
+
+namespace duomoe::cuda {
+namespace {
+
+using namespace lanes;
+
+constexpr int kStrandChunks = math::kChunks / math::kStrands;
+constexpr int kThreads = kStrandChunks * kLanes;
+constexpr int kColumnsOfSums = kElements + 1;     // the last is logsumexp^2
+constexpr int kCounts = 2 * kElements + 1;        // the last are the tokens
+constexpr int kTokensOfLane = kLanes / kStreams;  // of a stream
+
+__device__ inline void arrive_in_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_cluster() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+// *to = x in the shared memory of the cluster's first block.
+__device__ inline void store_in_first(uint32_t* to, uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  uint32_t first;
+  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(first) : "r"(own));
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(first), "r"(x) : "memory");
+#elif !defined(__CUDACC__)
+  *to = x;
+#endif
+}
+
+template <Score kScore, bool kPlain>
+__global__ void __launch_bounds__(kThreads, 1)
+    route_cluster(const __grid_constant__ Route a, const __grid_constant__ Join to) {
+  __shared__ BlockMemory<1, kStrandChunks> memory;
+  __shared__ float streams[kStrandChunks][kStreams][kColumnsOfSums];
+  __shared__ float sums[kStrandChunks][kColumnsOfSums];
+  // Written by all blocks in the first one's.
+  __shared__ uint32_t strand_sums[math::kStrands][kColumnsOfSums];
+  __shared__ uint32_t strand_counts[math::kStrands][kCounts];
+
+  const int strand = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const int warp = warp_id(), lane = lane_id(), experts = a.experts;
+  // At most kStrands * kStrandChunks * kLanes = 8192 tokens.
+  const int length = static_cast<int>(a.chunk_length);
+  const int begin = (strand + math::kStrands * warp) * length;
+  const int left = static_cast<int>(a.range.tokens) - begin;
+  const ChunkView chunk(a, {begin, begin + (left < length ? left : length)});
+  TokenLanes<1, kScore, kPlain> token(a, chunk);
+  token.fetch(lane);
+  token.fetch_bias();
+  arrive_in_cluster();
+  if (thread < 2 * kElements) memory.counts[thread] = 0;
+  if (thread == 2 * kElements) memory.tokens = 0;
+  __syncthreads();
+
+  token.route(lane, thread, length, memory);
+  __syncwarp();
+  // A lane has a column of two streams, and eight have one of logsumexp^2 besides. Rows without a
+  // live token are 0.
+  const int first_row = warp * kLanes, column = lane % kElements;
+#pragma unroll
+  for (int n = 0; n < kStreams * kElements / kLanes; ++n) {
+    const int stream = lane / kElements + n * (kLanes / kElements);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kTokensOfLane; ++i) {
+      const int row = first_row + stream + i * kStreams;
+      sum = math::fma(memory.rows[row * kElements + column], memory.shares[row], sum);
+    }
+    streams[warp][stream][column] = sum;
+  }
+  if (lane < kStreams) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kTokensOfLane; ++i) {
+      const float x = memory.logsumexps[first_row + lane + i * kStreams];
+      sum = math::fma(x, x, sum);
+    }
+    streams[warp][lane][kElements] = sum;
+  }
+  __syncwarp();
+  if (lane < kColumnsOfSums) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kStreams; ++j) sum += streams[warp][j][lane];
+    sums[warp][lane] = sum;
+  }
+  __syncthreads();
+  wait_for_cluster();  // the first block is there
+  if (thread < kColumnsOfSums) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kStrandChunks; ++i) sum += sums[i][thread];  // 0 where there is no chunk
+    store_in_first(&strand_sums[strand][thread], math::bits_of(sum));
+  } else if (warp == 1 && lane < kCounts) {
+    const int32_t count = lane < 2 * kElements ? memory.counts[lane] : memory.tokens;
+    store_in_first(&strand_counts[strand][lane], static_cast<uint32_t>(count));
+  }
+  __syncwarp();
+  arrive_in_cluster();
+  wait_for_cluster();
+  if (strand != 0) return;
+  if (thread < kColumnsOfSums) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < math::kStrands; ++i) sum += math::float_of(strand_sums[i][thread]);
+    if (thread < experts) to.score_sums[thread] = sum;
+    if (thread == kElements) *to.logsumexp_sq = sum;
+  } else if (warp == 1 && lane < kCounts) {
+    int32_t count = 0;
+#pragma unroll
+    for (int i = 0; i < math::kStrands; ++i) count += static_cast<int32_t>(strand_counts[i][lane]);
+    if (lane < experts) {
+      a.expert_counts[lane] = count;
+      if (!a.separate_loss_counts) to.sequence_counts[lane] = count;
+    } else if (lane < 2 * experts) {
+      if (a.separate_loss_counts) to.sequence_counts[lane - experts] = count;
+    }
+    if (lane == 2 * kElements)
+      *to.num_tokens = a.mask ? count : static_cast<int32_t>(a.range.tokens);
+  }
+}
+
+template <bool kPlain>
+auto kernel_of(Score score) {
+  return score == Score::kSoftmax   ? route_cluster<Score::kSoftmax, kPlain>
+         : score == Score::kSigmoid ? route_cluster<Score::kSigmoid, kPlain>
+                                    : route_cluster<Score::kSqrtSoftplus, kPlain>;
+}
+
+}  // namespace
+
+bool launch_route_cluster(Queue& queue, const Route& a, const Join& join) {
+  const int64_t tokens = a.range.tokens;
+  if (!fits(a) || a.experts > kElements || join.sequences != 1 || a.range.first_token ||
+      tokens == 0 || a.chunk_length > kLanes || tokens > math::kChunks * a.chunk_length)
+    return false;
+  return queue.launch_cluster(
+      plain(a) ? kernel_of<true>(a.options.score) : kernel_of<false>(a.options.score),
+      math::kStrands, kThreads, a, join);
+}
+
+}  // namespace duomoe::cuda
