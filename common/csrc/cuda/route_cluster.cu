@@ -18,9 +18,11 @@ constexpr int kColumnsOfSums = kElements + 1;     // the last is logsumexp^2
 constexpr int kCounts = 2 * kElements + 1;        // the last are the tokens
 constexpr int kTokensOfLane = kLanes / kStreams;  // of a stream
 
+// The blocks of the cluster meet, without an order of their accesses to memory: the release that
+// barrier.cluster has otherwise waits for all stores of the block.
 __device__ inline void arrive_in_cluster() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 __device__ inline void wait_for_cluster() {
@@ -28,15 +30,45 @@ __device__ inline void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
-// *to = x in the shared memory of the cluster's first block.
-__device__ inline void store_in_first(uint32_t* to, uint32_t x) {
+
+// A barrier in a block's shared memory that opens when `words` words were stored with it.
+__device__ inline void expect_words(uint64_t* barrier, int words) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  const auto own = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  uint32_t first;
-  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(first) : "r"(own));
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(first), "r"(x) : "memory");
-#elif !defined(__CUDACC__)
-  *to = x;
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(at) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at),
+               "r"(words * static_cast<int>(kWordBytes))
+               : "memory");
+#endif
+}
+__device__ inline void wait_for_words(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  for (uint32_t open = 0; !open;) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], "
+        "0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+        : "=r"(open)
+        : "r"(at)
+        : "memory");
+  }
+#endif
+}
+// *to = x in the shared memory of the cluster's first block, with its `barrier`.
+__device__ inline void store_in_first(uint64_t* barrier, uint32_t* to, uint32_t x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const auto first = [](const void* own) {
+    uint32_t at;
+    asm("mapa.shared::cluster.u32 %0, %1, 0;"
+        : "=r"(at)
+        : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))));
+    return at;
+  };
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(first(to)),
+      "r"(x), "r"(first(barrier))
+      : "memory");
 #endif
 }
 
@@ -46,7 +78,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ BlockMemory<1, kStrandChunks> memory;
   __shared__ float streams[kStrandChunks][kStreams][kColumnsOfSums];
   __shared__ float sums[kStrandChunks][kColumnsOfSums];
-  // Written by all blocks in the first one's.
+  // Of the first block, for all.
+  __shared__ uint64_t joined;
   __shared__ uint32_t strand_sums[math::kStrands][kColumnsOfSums];
   __shared__ uint32_t strand_counts[math::kStrands][kCounts];
 
@@ -60,6 +93,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   TokenLanes<1, kScore, kPlain> token(a, chunk);
   token.fetch(lane);
   token.fetch_bias();
+  if (strand == 0 && thread == 0)
+    expect_words(&joined, math::kStrands * (kColumnsOfSums + kCounts));
+  __syncwarp();
   arrive_in_cluster();
   if (thread < 2 * kElements) memory.counts[thread] = 0;
   if (thread == 2 * kElements) memory.tokens = 0;
@@ -98,20 +134,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     sums[warp][lane] = sum;
   }
   __syncthreads();
-  wait_for_cluster();  // the first block is there
+  wait_for_cluster();  // the first block is there, and its barrier
   if (thread < kColumnsOfSums) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kStrandChunks; ++i) sum += sums[i][thread];  // 0 where there is no chunk
-    store_in_first(&strand_sums[strand][thread], math::bits_of(sum));
+    store_in_first(&joined, &strand_sums[strand][thread], math::bits_of(sum));
   } else if (warp == 1 && lane < kCounts) {
     const int32_t count = lane < 2 * kElements ? memory.counts[lane] : memory.tokens;
-    store_in_first(&strand_counts[strand][lane], static_cast<uint32_t>(count));
+    store_in_first(&joined, &strand_counts[strand][lane], static_cast<uint32_t>(count));
   }
-  __syncwarp();
-  arrive_in_cluster();
-  wait_for_cluster();
-  if (strand != 0) return;
+  if (strand != 0 || warp > 1) return;
+  wait_for_words(&joined);
   if (thread < kColumnsOfSums) {
     float sum = 0.0f;
 #pragma unroll

@@ -253,10 +253,10 @@ struct TokenLanes {
     Values z, s, u;
     unpack_row(z);
     fetch(next);
-    float magnitude = 0.0f;
+    float magnitudes[kVectors] = {};  // of two chains
 #pragma unroll
     for (int m = 0; m < kElements; ++m) {
-      magnitude = largest_magnitude(magnitude, z[m]);
+      magnitudes[m % kVectors] = largest_magnitude(magnitudes[m % kVectors], z[m]);
       u[m] = math::exp_moderate(z[m]);
       if (kScore == Score::kSigmoid) s[m] = math::moderate_sigmoid(z[m], u[m]).value;
       if (kScore == Score::kSqrtSoftplus) s[m] = math::elementwise_score(kScore, z[m]);
@@ -267,6 +267,7 @@ struct TokenLanes {
       u[m] = inside ? u[m] : 0.0f;
       if (!kSoftmax) s[m] = inside ? s[m] : 0.0f;
     }
+    const float magnitude = largest_magnitude(magnitudes[0], magnitudes[1]);
     const bool small = magnitude <= math::moderate_limit(kScore) && regular;
     const bool moderate = bits(small) == (1u << P) - 1;
     const float exponential_sum = row_sum(u);
@@ -348,16 +349,18 @@ struct TokenLanes {
     }
     const Divisor divisor =
         math::weight_divisor(a.options.normalize, a.options.eps_mode, sum(part[0]), a.options.eps);
+    int32_t* slot_ids = chunk.indices + (i * a.top_k + own);
+    float* slot_weights = chunk.weights + (i * a.top_k + own);
+    const bool done = there && (moderate || !live);
 #pragma unroll
     for (int n = 0; n < kSlots; ++n) {
-      const int k = own + n * P;
       if (n * P >= a.top_k) break;
-      if (k >= a.top_k || !there || (live && !moderate)) continue;
+      if (own + n * P >= a.top_k || !done) continue;
       const bool used = live && ids[n] >= 0;
       float weight = used ? score[n] : 1.0f;
       if (a.options.normalize) weight /= used ? divisor.value : 1.0f;
-      chunk.indices[i * a.top_k + k] = used ? ids[n] : -1;
-      chunk.weights[i * a.top_k + k] = used ? weight * a.options.scale : 0.0f;
+      slot_ids[n * P] = used ? ids[n] : -1;
+      slot_weights[n * P] = used ? weight * a.options.scale : 0.0f;
       if (used) atomicAdd(to.counts + ids[n], 1);
     }
     const float logsumexp = math::log(exponential_sum);
