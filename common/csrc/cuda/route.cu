@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kColumns* math::kStrands)
 
 void launch_join(Queue& queue, const Route& a, const Join& join) {
   const auto launch = [&]<int kColumns>(std::integral_constant<int, kColumns>) {
-    queue.launch_early(
+    queue.launch(
         a.separate_loss_counts ? join_chunks<kColumns, true> : join_chunks<kColumns, false>,
         join.sequences * ceil_div(a.experts + 1, kColumns), kColumns * math::kStrands, 0, a, join);
   };

@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
   token.fetch(in_tile);
   token.fetch_bias();
   clear_expert_counts(a);
-  let_next_kernel_start();
   const int count_words = kPlain ? a.experts : a.count_words();
 #pragma unroll 1
   for (int i = thread; i < count_words; i += threads) memory.counts[i] = 0;
