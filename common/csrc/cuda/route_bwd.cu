@@ -10,7 +10,9 @@ namespace {
 
 constexpr int kWarps = 4;   // of a block
 constexpr int kBlocks = 4;  // that a multiprocessor holds at once if its shared memory has room
-constexpr int kAhead = 4;   // vectors of a lane that are loaded together
+
+// Vectors of a lane that are loaded together; one where the code of a score is long.
+constexpr int ahead_for(Score score) { return score == Score::kSqrtSoftplus ? 1 : 4; }
 
 // Brings [data, data + bytes) into the L2 cache, by one warp.
 __device__ inline void prefetch(const void* data, int64_t bytes) {
@@ -27,6 +29,7 @@ __device__ inline void prefetch(const void* data, int64_t bytes) {
 template <Score kScore, Rows kRows>
 struct ModerateRow {
   static constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kRows == Rows::kAny;
+  static constexpr int kAhead = ahead_for(kScore);
 
   const RouteBwd& a;
   DType dtype;
@@ -39,77 +42,78 @@ struct ModerateRow {
   float factor = 0.0f, rest = 0.0f;
   Columns exponentials = {}, sums = {}, dots = {};
 
-  __device__ Raw load(int e) const {
-    return load_raw(dtype, a.logits, t * a.experts, e, a.experts, !kAny || a.whole_vectors);
+  // Vector j of those from expert `first` on.
+  __device__ int end(int first) const {
+    return kAny ? a.experts - first : std::numeric_limits<int>::max();
   }
-  __device__ void load_cotangents(int e, float* four) const {
-    if (!kAny) {
-      const float4 v = __ldg(reinterpret_cast<const float4*>(g + e));
-      four[0] = v.x;
-      four[1] = v.y;
-      four[2] = v.z;
-      four[3] = v.w;
-    } else {
-#pragma unroll
-      for (int i = 0; i < kAdjacent; ++i) four[i] = e + i < a.experts ? g[e + i] : 0.0f;
-    }
+  __device__ Raw load(int first, int j) const {
+    const char* from = a.logits + (t * a.experts + first) * item_bytes(dtype);
+    return load_raw(dtype, from, 0, j * kColumns, end(first), !kAny || a.whole_vectors);
+  }
+  __device__ float4 load_cotangents(int first, int j) const {
+    const float* from = g + first;
+    if (!kAny) return __ldg(reinterpret_cast<const float4*>(from + j * kColumns));
+    const auto at = [&](int i) { return i < end(first) ? from[i] : 0.0f; };
+    return make_float4(at(j * kColumns), at(j * kColumns + 1), at(j * kColumns + 2),
+                       at(j * kColumns + 3));
   }
 
-  // f(e, count, raw) for the vectors at e, e + kColumns, ... of this lane, `count` (a constant) at
-  // a time.
+  // f(first, count) for the vectors of this lane, `count` (a constant) at a time: those at `first`,
+  // first + kColumns, ...
   template <typename F>
-  __device__ void for_vectors(bool with_logits, F f) const {
-    int e = kAdjacent * lane_id(), begin = 0;
-    for (; begin + kAhead * kColumns <= a.experts;
-         begin += kAhead * kColumns, e += kAhead * kColumns) {
-      Raw raw[kAhead] = {};
-      if (with_logits) {
-#pragma unroll
-        for (int j = 0; j < kAhead; ++j) raw[j] = load(e + j * kColumns);
-      }
-      f(e, std::integral_constant<int, kAhead>{}, raw);
+  __device__ void for_vectors(F f) const {
+    int first = kAdjacent * lane_id(), begin = 0;
+    for (; kAhead > 1 && begin + kAhead * kColumns <= a.experts; begin += kAhead * kColumns) {
+      f(first, std::integral_constant<int, kAhead>{});
+      first += kAhead * kColumns;
     }
-    for (; e < a.experts; e += kColumns) {
-      Raw raw[1] = {};
-      if (with_logits) raw[0] = load(e);
-      f(e, std::integral_constant<int, 1>{}, raw);
-    }
+    for (; first < a.experts; first += kColumns) f(first, std::integral_constant<int, 1>{});
   }
 
-  __device__ void score_four(int e, const Raw& raw) {
-    float z[kAdjacent], s[kAdjacent], slope[kAdjacent], of_share[kAdjacent];
-    unpack(dtype, raw, z);
-    load_cotangents(e, of_share);
+  template <int kCount>
+  __device__ void score_vectors(int first) {
+    Raw raw[kCount];
+    float4 cotangents[kCount];
 #pragma unroll
-    for (int i = 0; i < kAdjacent; ++i) {
-      magnitude = fmaxf(magnitude, fabsf(z[i]));
-      float u = math::exp_moderate(z[i]);
-      if (kSoftmax) {
-        s[i] = u;
-      } else if (kScore == Score::kSigmoid) {
-        const math::SigmoidPair pair = math::moderate_sigmoid(z[i], u);
-        s[i] = pair.value;
-        slope[i] = pair.complement;
-      } else {
-        s[i] = math::elementwise_score(kScore, z[i]);
-        slope[i] = math::log_score_slope(kScore, z[i]);
-      }
-      if (kAny && e + i >= a.experts) u = s[i] = 0.0f;
-      exponentials[i] += u;
-      if (!kSoftmax) sums[i] += s[i];
-      dots[i] = math::fma(s[i], of_share[i], dots[i]);
+    for (int j = 0; j < kCount; ++j) {
+      raw[j] = load(first, j);
+      cotangents[j] = load_cotangents(first, j);
     }
-    *reinterpret_cast<float4*>(scores + e) = make_float4(s[0], s[1], s[2], s[3]);
-    if (!kSoftmax)
-      *reinterpret_cast<float4*>(slopes + e) = make_float4(slope[0], slope[1], slope[2], slope[3]);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      float z[kAdjacent], s[kAdjacent], slope[kAdjacent];
+      const float of_share[] = {cotangents[j].x, cotangents[j].y, cotangents[j].z, cotangents[j].w};
+      unpack(dtype, raw[j], z);
+#pragma unroll
+      for (int i = 0; i < kAdjacent; ++i) {
+        magnitude = fmaxf(magnitude, fabsf(z[i]));
+        float u = math::exp_moderate(z[i]);
+        if (kSoftmax) {
+          s[i] = u;
+        } else if (kScore == Score::kSigmoid) {
+          const math::SigmoidPair pair = math::moderate_sigmoid(z[i], u);
+          s[i] = pair.value;
+          slope[i] = pair.complement;
+        } else {
+          s[i] = math::elementwise_score(kScore, z[i]);
+          slope[i] = math::log_score_slope(kScore, z[i]);
+        }
+        if (kAny && j * kColumns + i >= end(first)) u = s[i] = 0.0f;
+        exponentials[i] += u;
+        if (!kSoftmax) sums[i] += s[i];
+        dots[i] = math::fma(s[i], of_share[i], dots[i]);
+      }
+      *reinterpret_cast<float4*>(scores + first + j * kColumns) =
+          make_float4(s[0], s[1], s[2], s[3]);
+      if (!kSoftmax)
+        *reinterpret_cast<float4*>(slopes + first + j * kColumns) =
+            make_float4(slope[0], slope[1], slope[2], slope[3]);
+    }
   }
 
   // Pass 1. False for a row that is not moderate; a NaN is seen as in route_bwd_vectors.cu.
   __device__ bool compute(bool regular) {
-    for_vectors(true, [&](int e, auto count, const Raw* raw) {
-#pragma unroll
-      for (int j = 0; j < count(); ++j) score_four(e + j * kColumns, raw[j]);
-    });
+    for_vectors([&](int first, auto count) { score_vectors<count()>(first); });
     const float lane_exponentials = join_columns(exponentials);
     regular = regular && magnitude <= math::moderate_limit(kScore) && lane_exponentials < 1e37f;
     if (!__all_sync(kAllLanes, regular)) return false;
@@ -123,46 +127,58 @@ struct ModerateRow {
 
   __device__ float score_of(int e) const { return kSoftmax ? scores[e] * inverse : scores[e]; }
 
-  // The gradient of an expert without what its slot adds; `u`, its exponential, matters only
-  // with of_logsumexp.
+  // The gradient of an expert without what its slot adds; u is its exponential.
+  template <bool kOfLogsumexp>
   __device__ float gradient(float s, float slope, float of_share, float u) const {
     float sum = s * share * (of_share - mean);
     if (!kSoftmax) sum *= slope;
-    if (of_logsumexp) sum = math::fma(u, factor, sum);
+    if (kOfLogsumexp) sum = math::fma(u, factor, sum);
     if (kSoftmax && rest != 0.0f) sum = math::fma(-(s * inverse), rest, sum);
     return sum;
   }
 
+  template <int kCount, bool kOfLogsumexp>
+  __device__ void write_vectors(int first) const {
+    constexpr bool kRecompute = kOfLogsumexp && !kSoftmax;
+    Raw raw[kCount];
+    float4 cotangents[kCount];
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      if (kRecompute) raw[j] = load(first, j);
+      cotangents[j] = load_cotangents(first, j);
+    }
+    char* to = a.grad_logits + (t * a.experts + first) * item_bytes(dtype);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float4 s = *reinterpret_cast<const float4*>(scores + first + j * kColumns);
+      float4 slope = s, u = s;
+      if (!kSoftmax) slope = *reinterpret_cast<const float4*>(slopes + first + j * kColumns);
+      if (kRecompute) {
+        float z[kAdjacent];
+        unpack(dtype, raw[j], z);
+        u = make_float4(math::exp_moderate(z[0]), math::exp_moderate(z[1]),
+                        math::exp_moderate(z[2]), math::exp_moderate(z[3]));
+      }
+      const float grad[] = {gradient<kOfLogsumexp>(s.x, slope.x, cotangents[j].x, u.x),
+                            gradient<kOfLogsumexp>(s.y, slope.y, cotangents[j].y, u.y),
+                            gradient<kOfLogsumexp>(s.z, slope.z, cotangents[j].z, u.z),
+                            gradient<kOfLogsumexp>(s.w, slope.w, cotangents[j].w, u.w)};
+      if (kRows == Rows::kBFloat16) {
+        const float all = (grad[0] + grad[1]) + (grad[2] + grad[3]);  // NaN if one is
+        store_bfloat16s(all == all, grad, to, j * kColumns);
+      } else {
+        store_four(dtype, grad, to, 0, j * kColumns, end(first), !kAny || a.whole_vectors);
+      }
+    }
+  }
+
   // Pass 2.
   __device__ void write() const {
-    const bool recompute = !kSoftmax && of_logsumexp;
-    char* to = a.grad_logits + t * a.experts * item_bytes(dtype);
-    for_vectors(recompute, [&](int first, auto count, const Raw* raw) {
-#pragma unroll
-      for (int j = 0; j < count(); ++j) {
-        const int e = first + j * kColumns;
-        float z[kAdjacent], of_share[kAdjacent], grad[kAdjacent];
-        const float4 s = *reinterpret_cast<const float4*>(scores + e);
-        float4 slope = s, u = s;
-        if (!kSoftmax) slope = *reinterpret_cast<const float4*>(slopes + e);
-        if (recompute) {
-          unpack(dtype, raw[j], z);
-          u = make_float4(math::exp_moderate(z[0]), math::exp_moderate(z[1]),
-                          math::exp_moderate(z[2]), math::exp_moderate(z[3]));
-        }
-        load_cotangents(e, of_share);
-        grad[0] = gradient(s.x, slope.x, of_share[0], u.x);
-        grad[1] = gradient(s.y, slope.y, of_share[1], u.y);
-        grad[2] = gradient(s.z, slope.z, of_share[2], u.z);
-        grad[3] = gradient(s.w, slope.w, of_share[3], u.w);
-        if (kRows == Rows::kBFloat16) {
-          const float all = (grad[0] + grad[1]) + (grad[2] + grad[3]);  // NaN if one is
-          store_bfloat16s(all == all, grad, to, e);
-        } else {
-          store_four(dtype, grad, to, 0, e, a.experts, !kAny || a.whole_vectors);
-        }
-      }
-    });
+    if (of_logsumexp) {
+      for_vectors([&](int first, auto count) { write_vectors<count(), true>(first); });
+    } else {
+      for_vectors([&](int first, auto count) { write_vectors<count(), false>(first); });
+    }
     __syncwarp();  // before the slots' elements are written again
   }
 
@@ -172,8 +188,9 @@ struct ModerateRow {
       slope = slopes[id];
       if (of_logsumexp) u = math::exp_moderate(a.row(t)(id));
     }
-    const float sum = gradient(scores[id], slope, g[id], u) + (kSoftmax ? own : own * slope);
-    store(dtype, sum, a.grad_logits, t * a.experts + id);
+    const float rest_of = of_logsumexp ? gradient<true>(scores[id], slope, g[id], u)
+                                       : gradient<false>(scores[id], slope, g[id], u);
+    store(dtype, rest_of + (kSoftmax ? own : own * slope), a.grad_logits, t * a.experts + id);
   }
 };
 

@@ -10,7 +10,8 @@ namespace {
 
 constexpr int kThreads = kMaxWarps * kLanes;
 
-// Rows::kFloat32, kBFloat16: whole vectors, E % 128 = 0, normal_divisors. kAny: no condition.
+// Rows::kFloat32, kBFloat16: whole vectors, E % 128 = 0 or E < 128, normal_divisors. kAny: no
+// condition.
 // Blocks that a multiprocessor holds at once.
 constexpr int blocks_for(int vectors) { return vectors == 1 ? 4 : vectors < 4 ? 3 : 2; }
 
@@ -38,14 +39,15 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
     route_bwd_vectors(const __grid_constant__ RouteBwd a) {
   constexpr int kElements = kAdjacent * kVectors;
   constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kRows == Rows::kAny;
+  constexpr bool kPartial = kAny || kVectors == 1;      // E may be no multiple of 128
   constexpr bool kReload = !kSoftmax && kVectors == 3;  // slopes, for lack of registers
   constexpr int kNoEnd = std::numeric_limits<int>::max();
   extern __shared__ float shared_memory[];
   const DType dtype = dtype_of<kRows>(a);
-  const int experts = kAny ? a.experts : kVectors * kColumns;
+  const int experts = kPartial ? a.experts : kVectors * kColumns;
   const int padded = (experts + kAdjacent - 1) / kAdjacent * kAdjacent;
   const int lane = lane_id(), first = kAdjacent * lane;  // and kColumns on, 2 kColumns on, ...
-  const int end = kAny ? experts - first : kNoEnd;
+  const int end = kPartial ? experts - first : kNoEnd;
   const bool whole = kAny ? a.whole_vectors : true;
   float* scores_of_row = shared_memory + warp_id() * words_for(padded, kSoftmax);
   float* added = scores_of_row + padded;  // -0 but for slots, which leaves every number as it is
@@ -151,7 +153,8 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
           x[i] = pair.value;
           slope[i] = pair.complement;
         }
-        if (kAny && i / kAdjacent * kColumns + i % kAdjacent >= end) u[i] = x[i] = 0.0f;
+        if (kPartial && i / kAdjacent * kColumns + (kAny ? i % kAdjacent : 0) >= end)
+          u[i] = x[i] = 0.0f;
         add(exponentials, i, u[i]);
       }
 #pragma unroll
@@ -187,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           const int e = i / kAdjacent * kColumns + i % kAdjacent;
-          const bool inside = !kAny || e < end;
+          const bool inside = !kPartial || e < end;
           x[i] = inside ? scores_of_row[first + e] : 0.0f;
           slope[i] = inside ? slopes_of_row[first + e] : 0.0f;
         }
@@ -294,7 +297,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
       if (kRows == Rows::kBFloat16) {
 #pragma unroll
         for (int j = 0; j < kVectors; ++j)
-          store_bfloat16s(tame_row, grad + kAdjacent * j, to, j * kColumns);
+          if (j * kColumns < end) store_bfloat16s(tame_row, grad + kAdjacent * j, to, j * kColumns);
       }
       __syncwarp();
       if (used) *own_added = -0.0f;
@@ -331,8 +334,8 @@ auto kernel_for(Score score, Rows rows) {
 bool launch_route_bwd_vectors(Queue& queue, const RouteBwd& a) {
   const int vectors = static_cast<int>(ceil_div(a.experts, kColumns));
   if (vectors > 4 || a.top_k > kLanes || a.range.tokens > (1 << 30)) return false;
-  const bool fast = a.whole_vectors && a.experts % kColumns == 0 && normal_divisors(a.options) &&
-                    a.dtype != DType::kFloat16;
+  const bool fast = a.whole_vectors && (vectors == 1 || a.experts % kColumns == 0) &&
+                    normal_divisors(a.options) && a.dtype != DType::kFloat16;
   const Rows rows = !fast                        ? Rows::kAny
                     : a.dtype == DType::kFloat32 ? Rows::kFloat32
                                                  : Rows::kBFloat16;
