@@ -22,8 +22,9 @@ __host__ __device__ constexpr int words_for(int padded, bool softmax) {
   return (softmax ? 2 : 4) * padded + kLanes;
 }
 
-// Cotangents and what is made of them neither overflow nor are NaN if they are below this.
-constexpr float kTame = 1e30f;
+// Cotangents below this, with slots' parts below it too, make a row's gradient without a NaN or an
+// overflow on the way: exponentials, their sums and the inverses of these are below e^67.
+constexpr float kTame = 1e6f;
 
 // Adds element i of a row, x >= 0, to its column; the first one, to which the 0 need not be added.
 __device__ inline void add(Columns& columns, int i, float x) {
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
         }
         grad_logsumexp_sq = a.grad_logsumexp_sq[sequence];
         const float* of_sequence = a.grad_score_sums + sequence * experts + first;
-        tame = math::absolute(grad_logsumexp_sq) < 1e-3f * kTame;
+        tame = math::absolute(grad_logsumexp_sq) < kTame;
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
           const int e = i / kAdjacent * kColumns + i % kAdjacent;
