@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
     Raw raw[kVectors];
     int32_t next_id = -1;
     float next_grad = 0.0f;
-    bool next_is_masked = false;
+    unsigned next_mask = 1;  // tested where it is needed, not where it is loaded
     const auto fetch = [&](int token) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j)
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
         next_id = *ids_from;
         next_grad = *grads_from;
       }
-      if (has_mask) next_is_masked = !a.mask[token];
+      if (has_mask) next_mask = a.mask[token];
     };
     const auto fetch_next = [&] {
       from += row_step;
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
     bool tame = true;
     for (; t < last; t += stride, to += row_step) {
       float grad[kElements];
-      if (has_mask && next_is_masked) {
+      if (has_mask && next_mask == 0) {
         fetch_next();
 #pragma unroll
         for (int i = 0; i < kElements; ++i) grad[i] = 0.0f;
