@@ -297,6 +297,7 @@ auto kernel_for(Rows rows) {
 }
 
 Status launch_route_bwd_rows(Queue& queue, const RouteBwd& a) {
+  if (a.range.tokens == 0) return queue.status();
   const Rows rows = !a.whole_vectors || !a.whole_cotangents || a.dtype == DType::kFloat16
                         ? Rows::kAny
                     : a.dtype == DType::kFloat32 ? Rows::kFloat32
