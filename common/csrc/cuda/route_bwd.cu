@@ -24,8 +24,9 @@ __device__ inline void prefetch(const void* data, int64_t bytes) {
 #endif
 }
 
-// One moderate row whose slots have different experts. Its gradient is linear in what pass 1 leaves
-// in shared memory; slots add to it last, each its own expert's element once more.
+// One moderate row whose slots have different experts. Pass 1 leaves its scores in shared memory
+// and sums; pass 2 writes what every expert gets; then the elements of the slots' experts are
+// written once more, with the slots' parts.
 template <Score kScore, Rows kRows>
 struct ModerateRow {
   static constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kRows == Rows::kAny;

@@ -10,8 +10,6 @@ namespace {
 
 constexpr int kThreads = kMaxWarps * kLanes;
 
-// Rows::kFloat32, kBFloat16: whole vectors, E % 128 = 0 or E < 128, normal_divisors. kAny: no
-// condition.
 // Blocks that a multiprocessor holds at once.
 constexpr int blocks_for(int vectors) { return vectors == 1 ? 4 : vectors < 4 ? 3 : 2; }
 
@@ -35,6 +33,8 @@ __device__ inline void add(Columns& columns, int i, float x) {
 // -0.
 __device__ inline float slot_sum(float x) { return warp_sum(x) + 0.0f; }
 
+// Rows::kFloat32, kBFloat16: whole vectors, E % 128 = 0 or E < 128, normal_divisors. kAny: no
+// condition.
 template <int kVectors, Score kScore, Rows kRows>
 __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
     route_bwd_vectors(const __grid_constant__ RouteBwd a) {
