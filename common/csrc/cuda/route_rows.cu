@@ -102,12 +102,19 @@ struct Warp {
   // Four logits; 0 from E on. kCopied: of the copy, before the scores take its place.
   template <bool kCopied>
   __device__ void load_logits(int64_t t, int e, float* z) const {
-    if constexpr (kCopied && kInput == Input::kFloat32) {
-      unpack(DType::kFloat32, *reinterpret_cast<const uint4*>(row + e), z);
-    } else if constexpr (kCopied && kInput == Input::kBFloat16) {
-      unpack(DType::kBFloat16, *reinterpret_cast<const uint4*>(row + e), z);
-    } else {
+    if constexpr (kAny) {
       unpack(a.dtype, load_raw(a.dtype, a.logits, t * a.experts, e, a.experts, a.whole_vectors), z);
+    } else {
+      Raw raw{};
+      if constexpr (kCopied) {
+        raw = *reinterpret_cast<const uint4*>(row + e);
+      } else if constexpr (kInput == Input::kFloat32) {
+        raw = *reinterpret_cast<const uint4*>(a.logits + (t * a.experts + e) * 4);
+      } else {
+        const uint2 half = *reinterpret_cast<const uint2*>(a.logits + (t * a.experts + e) * 2);
+        raw = {half.x, half.y, 0, 0};
+      }
+      unpack(kInput == Input::kFloat32 ? DType::kFloat32 : DType::kBFloat16, raw, z);
     }
   }
 
