@@ -91,6 +91,24 @@ __device__ inline float bound_of_maxima(const Columns& maxima, bool all_there, i
   return number_of(low);
 }
 
+// The same where all maxima are there and K is small, of the lanes' largest: by the rank of each.
+constexpr int kFewTop = 20;
+__device__ inline float bound_of_lanes(const Columns& maxima, int top_k, Found& found) {
+  const float own = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
+  found.values[lane_id()] = own;
+  __syncwarp();
+  int better = 0;
+#pragma unroll
+  for (int i = 0; i < kLanes; i += kAdjacent) {
+    const float4 four = *reinterpret_cast<const float4*>(found.values + i);
+    if (four.x > own) ++better;
+    if (four.y > own) ++better;
+    if (four.z > own) ++better;
+    if (four.w > own) ++better;
+  }
+  return number_of(__reduce_min_sync(kAllLanes, better < top_k ? key_of(own) : INT_MAX));
+}
+
 // found.best: the K of the `count` candidates that are first by (value descending, id ascending).
 __device__ inline void rank_found(int count, int top_k, Found& found) {
   constexpr int kTogether = 8, kNone = -1;

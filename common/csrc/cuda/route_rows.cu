@@ -356,8 +356,12 @@ struct Warp {
           find_maxima<false>(t, inverse, bias_factor, maxima);
         }
       }
-      const float bound =
-          given ? math::infinity() : bound_of_maxima(maxima, a.experts >= kColumns, top_k);
+      float bound = math::infinity();
+      if (!given) {
+        const bool all_there = a.experts >= kColumns;
+        bound = all_there && top_k <= kFewTop ? bound_of_lanes(maxima, top_k, found)
+                                              : bound_of_maxima(maxima, all_there, top_k);
+      }
       const float part = loss ? 0.0f : share;
       int count = on_logit ? sweep<true>(t, part, inverse, bias_factor, bound)
                            : sweep<false>(t, part, inverse, bias_factor, bound);
