@@ -11,8 +11,10 @@ namespace {
 
 using namespace lanes;
 
-// Sums of a thread: there are at least P / 2 warps for 8 streams of 8 P columns.
-constexpr int kMaxSums = 4;
+// Sums of a thread: there are at least P warps for 8 streams of 8 P columns.
+constexpr int kMaxSums = 2;
+// Tokens of a stream that are added at once; a tile has a multiple of 32 tokens.
+constexpr int kAtOnce = kLanes / kStreams;
 
 // The chunk of any block, out of the way of the calls with one sequence.
 __device__ __noinline__ Chunk any_chunk(const Route& a) { return chunk_of(a, blockIdx.x); }
@@ -62,14 +64,24 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
     for (int n = 0; n < kMaxSums; ++n) {
       const int stream = first_stream + n * stream_step;
       if (stream >= kStreams) break;
-#pragma unroll 4
-      for (int i = stream; i < tile; i += kStreams)
-        sums[n] = math::fma(memory.rows[i * kPadded + column], memory.shares[i], sums[n]);
+#pragma unroll 1
+      for (int i = stream; i < tile; i += kLanes) {
+#pragma unroll
+        for (int m = 0; m < kAtOnce; ++m) {
+          const int row = i + m * kStreams;
+          sums[n] = math::fma(memory.rows[row * kPadded + column], memory.shares[row], sums[n]);
+        }
+      }
     }
     if (thread >= threads - kStreams) {
-#pragma unroll 4
-      for (int i = thread - (threads - kStreams); i < tile; i += kStreams)
-        logsumexp_sq = math::fma(memory.logsumexps[i], memory.logsumexps[i], logsumexp_sq);
+#pragma unroll 1
+      for (int i = thread - (threads - kStreams); i < tile; i += kLanes) {
+#pragma unroll
+        for (int m = 0; m < kAtOnce; ++m) {
+          const float x = memory.logsumexps[i + m * kStreams];
+          logsumexp_sq = math::fma(x, x, logsumexp_sq);
+        }
+      }
     }
   }
 
@@ -109,8 +121,9 @@ auto kernel_of(Score score) {
 bool launch_route_lanes(Queue& queue, const Route& a, int64_t chunks) {
   if (!fits(a)) return false;
   const auto launch = [&]<int P>(std::integral_constant<int, P>) {
+    // A multiple of P, for tiles of 32 tokens.
     const int warps =
-        static_cast<int>(std::min<int64_t>(ceil_div(a.chunk_length * P, kLanes), kMaxWarps));
+        static_cast<int>(std::min<int64_t>(ceil_div(a.chunk_length, kLanes) * P, kMaxWarps));
     queue.launch(
         plain(a) ? kernel_of<P, true>(a.options.score) : kernel_of<P, false>(a.options.score),
         chunks, warps * kLanes, 0, a);

@@ -164,46 +164,88 @@ struct TokenLanes {
     }
   }
 
+  // Sorts a vector, largest first and equal ones as they are. The element numbers in their order, a
+  // byte each from the lowest.
+  __device__ static unsigned sort(float* v) {
+    int elements[kAdjacent] = {0, 1, 2, 3};
+    const auto sort_two = [&](int at) {
+      const float x = v[at], y = v[at + 1];
+      const int one = elements[at], two = elements[at + 1];
+      const bool swap = y > x;
+      v[at] = fmaxf(x, y);
+      v[at + 1] = fminf(x, y);
+      elements[at] = swap ? two : one;
+      elements[at + 1] = swap ? one : two;
+    };
+    sort_two(0);
+    sort_two(1);
+    sort_two(2);
+    sort_two(0);
+    sort_two(1);
+    sort_two(0);
+    return static_cast<unsigned>(elements[0] | elements[1] << 8 | elements[2] << 16 |
+                                 elements[3] << 24);
+  }
+
   // keep(n, id, value) for the K best of v, on the lane of slot k = own + n P. Of equal values the
   // first vector's come first, and in a vector the first lane's.
   template <typename F>
   __device__ void select(Values& v, F keep) const {
+    if constexpr (P == 1) {
+      select_alone(v, keep);
+      return;
+    }
+    unsigned elements[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) elements[j] = sort(v + kAdjacent * j);
 #pragma unroll
     for (int n = 0; n < kSlots; ++n) {
 #pragma unroll 1
       for (int i = 0; i < P; ++i) {
         if (n * P + i >= a.top_k) return;
-        float largest[kVectors];
+        const float best =
+            join(fmaxf(v[0], v[kAdjacent]), [](float x, float y) { return fmaxf(x, y); });
+        const unsigned at = bits(v[0] == best) | bits(v[kAdjacent] == best) << P;
+        const int vector = __ffs(static_cast<int>(at)) - 1;  // of the row
+        const int lane = vector & (P - 1), second = vector >= P;
+        const unsigned element = (second ? elements[1] : elements[0]) & 0xffu;
+        const auto of_best = static_cast<int>(__shfl_sync(kAllLanes, element, first + lane));
+        if (i == own) keep(n, kAdjacent * vector + of_best, best);
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) {
-          const float* w = v + kAdjacent * j;
-          largest[j] = fmaxf(fmaxf(w[0], w[1]), fmaxf(w[2], w[3]));
-        }
-        const float best =
-            join(fmaxf(largest[0], largest[1]), [](float x, float y) { return fmaxf(x, y); });
-        int vector;  // of the row
-        if (P == 1) {
-          vector = largest[0] == best ? 0 : 1;
-        } else {
-          vector =
-              __ffs(static_cast<int>(bits(largest[0] == best) | bits(largest[1] == best) << P)) - 1;
-        }
-        const bool second = vector >= P;
-        int element = 3;
+          const bool taken = lane == own && second == j;
+          float* w = v + kAdjacent * j;
 #pragma unroll
-        for (int m = kAdjacent - 2; m >= 0; --m)
-          element = (second ? v[kAdjacent + m] : v[m]) == best ? m : element;
-        const int lane = vector & (P - 1);
-        int taken = second ? element + kAdjacent : element;  // of this lane's, if the best is its
-        if (P > 1) {
-          taken = lane == own ? taken : kElements;
-          element = __shfl_sync(kAllLanes, element, first + lane);
+          for (int m = 0; m < kAdjacent; ++m)
+            w[m] = !taken ? w[m] : m + 1 < kAdjacent ? w[m + 1] : -math::infinity();
+          elements[j] = taken ? elements[j] >> 8 : elements[j];
         }
-        if (P == 1 || i == own) keep(n, kAdjacent * vector + element, best);
-        if (n * P + i + 1 >= a.top_k) return;
-#pragma unroll
-        for (int m = 0; m < kElements; ++m) v[m] = m == taken ? -math::infinity() : v[m];
       }
+    }
+  }
+  // The same for a lane that has a whole token.
+  template <typename F>
+  __device__ void select_alone(Values& v, F keep) const {
+#pragma unroll
+    for (int n = 0; n < kSlots; ++n) {
+      if (n >= a.top_k) return;
+      float largest[kVectors];
+#pragma unroll
+      for (int j = 0; j < kVectors; ++j) {
+        const float* w = v + kAdjacent * j;
+        largest[j] = fmaxf(fmaxf(w[0], w[1]), fmaxf(w[2], w[3]));
+      }
+      const float best = fmaxf(largest[0], largest[1]);
+      const bool second = largest[0] != best;
+      int element = kAdjacent - 1;
+#pragma unroll
+      for (int m = kAdjacent - 2; m >= 0; --m)
+        element = (second ? v[kAdjacent + m] : v[m]) == best ? m : element;
+      element += second ? kAdjacent : 0;
+      keep(n, element, best);
+      if (n + 1 >= a.top_k) return;
+#pragma unroll
+      for (int m = 0; m < kElements; ++m) v[m] = m == element ? -math::infinity() : v[m];
     }
   }
 
