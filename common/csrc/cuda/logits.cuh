@@ -103,7 +103,9 @@ __device__ inline void store_four(DType dtype, const float* z, void* data, int64
 // The largest |x|, NaN if one is NaN.
 __device__ inline float largest_magnitude(float a, float b) {
   float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(math::absolute(b)));
+  asm("{\n\t.reg .f32 x;\n\tabs.f32 x, %2;\n\tmax.NaN.f32 %0, %1, x;\n\t}"
+      : "=f"(larger)
+      : "f"(a), "f"(b));
   return larger;
 }
 
