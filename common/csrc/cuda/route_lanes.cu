@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
     if (begin > 0) __syncthreads();  // all have read the rows
     token.route(begin + in_tile, in_tile, begin + tile + in_tile, memory);
     __syncthreads();
-    // Rows without a live token are 0.
+    // The share of a row without a live token is 0.
 #pragma unroll
     for (int n = 0; n < kMaxSums; ++n) {
       const int stream = first_stream + n * stream_step;

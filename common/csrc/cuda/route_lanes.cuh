@@ -303,11 +303,13 @@ struct TokenLanes {
       if (kScore == Score::kSigmoid) s[m] = math::moderate_sigmoid(z[m], u[m]).value;
       if (kScore == Score::kSqrtSoftplus) s[m] = math::elementwise_score(kScore, z[m]);
     }
+    if (a.experts < kPadded) {
 #pragma unroll
-    for (int m = 0; m < kElements; ++m) {
-      const bool inside = expert(m) < a.experts;
-      u[m] = inside ? u[m] : 0.0f;
-      if (!kSoftmax) s[m] = inside ? s[m] : 0.0f;
+      for (int m = 0; m < kElements; ++m) {
+        const bool inside = expert(m) < a.experts;
+        u[m] = inside ? u[m] : 0.0f;
+        if (!kSoftmax) s[m] = inside ? s[m] : 0.0f;
+      }
     }
     const float magnitude = largest_magnitude(magnitudes[0], magnitudes[1]);
     const bool small = magnitude <= math::moderate_limit(kScore) && regular;
@@ -321,12 +323,17 @@ struct TokenLanes {
     } else {
       share = math::reciprocal(row_sum(s));
     }
+    // A row without a live token has a share of 0, but a masked one may hold no numbers.
+    Values& shared = kSoftmax ? u : s;
+    if (chunk.mask) {
+#pragma unroll
+      for (int m = 0; m < kElements; ++m) shared[m] = live ? shared[m] : 0.0f;
+    }
     float* row = to.rows + in_tile * kPadded;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      const float* x = (kSoftmax ? u : s) + kAdjacent * j;
-      *reinterpret_cast<float4*>(row + expert(kAdjacent * j)) =
-          live ? make_float4(x[0], x[1], x[2], x[3]) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      const float* x = shared + kAdjacent * j;
+      *reinterpret_cast<float4*>(row + expert(kAdjacent * j)) = make_float4(x[0], x[1], x[2], x[3]);
     }
 
     int32_t ids[kSlots];
@@ -337,8 +344,7 @@ struct TokenLanes {
       score[n] = 0.0f;
     }
     if (kPlain) {
-#pragma unroll
-      for (int m = 0; m < kElements; ++m) s[m] = expert(m) < a.experts ? s[m] : -math::infinity();
+      // Moderate scores are above the 0 that stands where there is no expert.
       select(s, [&](int n, int32_t id, float best) {
         ids[n] = id;
         score[n] = best;
