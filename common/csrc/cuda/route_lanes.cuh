@@ -193,8 +193,12 @@ struct TokenLanes {
   __device__ void select(Values& v, F keep) const {
     if constexpr (P == 1) {
       select_alone(v, keep);
-      return;
+    } else {
+      select_together(v, keep);
     }
+  }
+  template <typename F>
+  __device__ void select_together(Values& v, F keep) const {
     unsigned elements[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) elements[j] = sort(v + kAdjacent * j);
@@ -223,7 +227,6 @@ struct TokenLanes {
       }
     }
   }
-  // The same for a lane that has a whole token.
   template <typename F>
   __device__ void select_alone(Values& v, F keep) const {
 #pragma unroll
