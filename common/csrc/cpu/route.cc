@@ -236,7 +236,7 @@ class Router {
         }
         simd().row_weights(row, options_, ids, top_k_, weights);
         for (int64_t k = 0; k < top_k_; ++k) {
-          weights[k] *= options_.scale;
+          weights[k] = ids[k] >= 0 ? weights[k] * options_.scale : 0.0f;
           if (ids[k] >= 0) ++counts[ids[k]];
         }
         if (loss_counts) {

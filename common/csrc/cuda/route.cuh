@@ -137,7 +137,7 @@ inline __device__ __noinline__ void route_token(const Route& a, int64_t t, Row& 
   }
   const SlotWeights weight(a.options, row, ids, a.top_k);
   for (int k = lane_id(); k < a.top_k; k += kLanes) {
-    weights[k] = weight(ids[k]) * a.options.scale;
+    weights[k] = ids[k] >= 0 ? weight(ids[k]) * a.options.scale : 0.0f;
     if (ids[k] >= 0) atomicAdd(counts + ids[k], 1);
   }
   if (a.separate_loss_counts) {

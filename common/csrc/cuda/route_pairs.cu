@@ -7,10 +7,11 @@ namespace {
 
 template <VectorMode kMode, bool kGrouped>
 void launch_mode(Queue& queue, const Route& a, int64_t chunks, int group_shift) {
-  const size_t bytes = sizeof(float) * (2 * kStreams + 2) * a.experts;
+  const size_t bytes = sizeof(float) * (4 * kStreams + 2) * a.experts;
   const auto launch = [&](auto softmax, auto sigmoid) {
-    queue.launch(a.options.score == Score::kSoftmax ? softmax : sigmoid, chunks, kStreams * kLanes,
-                 bytes, a, group_shift);
+    const auto kernel = a.options.score == Score::kSoftmax ? softmax : sigmoid;
+    queue.allow_shared(kernel, bytes);
+    queue.launch(kernel, chunks, kStreams * kLanes, bytes, a, group_shift);
   };
   switch (a.experts / kColumns) {
     case 1:

@@ -13,50 +13,44 @@ namespace duomoe::cuda {
 constexpr int kHalf = kLanes / 2;
 constexpr int kMaxPairExperts = 3 * kColumns;
 
-// What a warp's selection takes of shared memory, for each of two tokens.
+// What a warp's selection takes of shared memory, for each of two tokens; what lanes of both halves
+// read together lies in different banks.
 struct PairSpace {
-  // Ids of the candidates; their math::composite, then zeros, at addresses that share no bank with
-  // those of the other token.
-  int32_t ids[2][kLanes];
-  alignas(16) uint64_t keys[2][kLanes + kAdjacent + 2];
-  static_assert(sizeof(keys) >= sizeof(SelectionSpace::candidates));
+  alignas(16) float bins[2][kHalf + kAdjacent];
+  // The candidates' math::composite, then zeros.
+  alignas(16) uint64_t keys[2][kLanes + kAdjacent + 2];  // room for SelectionSpace's
   uint64_t best[2][kHalf];  // id and what it is chosen by
+  uint32_t ends[2];         // the address after the ids of the candidates
 };
 
-// Writes the ids of the values that reach the bound; how many they are. None are written unless they
-// are 32 at most.
+// Appends the ids of the values that reach the bound to a list, at the address that the word `end`
+// of shared memory holds. Their order is open, and has no part in the result.
 template <int kElements>
-__device__ int gather_from(const float (&v)[kElements], float bound, uint32_t ids) {
-  int mine = 0;
-#pragma unroll
-  for (int i = 0; i < kElements; ++i) mine += v[i] >= bound;
-  // A prefix sum over the lanes, bit by bit of `mine`.
-  const unsigned lanes_before = (1u << lane_id()) - 1;
-  int before = 0, count = 0;
-  const auto add_bit = [&](int bit) {
-    const unsigned lanes = __ballot_sync(kAllLanes, mine >> bit & 1);
-    before += __popc(lanes & lanes_before) << bit;
-    count += __popc(lanes) << bit;
-  };
-  add_bit(0);
-  add_bit(1);
-  if (__any_sync(kAllLanes, mine > 3)) {
-    add_bit(2);
-    add_bit(3);
-  }
-  if (count > kLanes) return count;
-  uint32_t at = ids + 4 * before;
+__device__ void gather_from(const float (&v)[kElements], float bound, uint32_t end) {
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
     const int id = i / kAdjacent * kColumns + i % kAdjacent + kAdjacent * lane_id();
     asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %1, %2;\n\t@p st.shared.u32 [%0], %3;\n\t"
-        "@p add.u32 %0, %0, 4;\n\t}"
-        : "+r"(at)
-        : "f"(v[i]), "f"(bound), "r"(id)
+        "{\n\t.reg .pred p;\n\t.reg .u32 at;\n\tsetp.ge.f32 p, %1, %2;\n\t"
+        "@p atom.shared.add.u32 at, [%0], 4;\n\t@p st.shared.u32 [at], %3;\n\t}"
+        :
+        : "r"(end), "f"(v[i]), "f"(bound), "r"(id)
         : "memory");
   }
-  return count;
+}
+
+// How many of `bins` are above x.
+__device__ inline int bins_above(float x, const float* bins) {
+  int above = 0;
+#pragma unroll
+  for (int i = 0; i < kHalf; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(bins + i);
+    above += four.x > x;
+    above += four.y > x;
+    above += four.z > x;
+    above += four.w > x;
+  }
+  return above;
 }
 
 // How many keys of a list of `count`, which zeros follow, are above `key`.
@@ -77,20 +71,36 @@ __device__ inline uint64_t slot_word(int32_t id, float chosen_by) {
   return static_cast<uint32_t>(id) | static_cast<uint64_t>(math::bits_of(chosen_by)) << 32;
 }
 
-// The K <= 16 best of one token's 17 to 32 candidates.
-inline __device__ __noinline__ void rank_one(int count, int top_k, const SharedValues& value,
-                                             PairSpace& space, int which) {
-  const int lane = lane_id();
+// One token's slots by the whole warp, from all of its values: `count` of them reach the bound, whose
+// ids are in the list. False, and nothing written, where that is no way for it.
+inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int count, float bound,
+                                                 const SharedValues& value, const int32_t* list,
+                                                 PairSpace& space, int32_t* counts) {
+  const int lane = lane_id(), top_k = a.top_k;
+  const uint32_t keys = shared_address(space.keys), best = shared_address(space.best);
   __syncwarp();
-  const bool there = lane < count;
-  const int32_t id = there ? space.ids[which][lane] : 0;
-  const uint64_t key = there ? composite_of_number(value(id), id) : 0;
-  space.keys[which][lane] = key;
-  if (lane < kAdjacent) space.keys[which][kLanes + lane] = 0;
+  if (count < top_k) return false;
+  if (count > kLanes) {
+    if (!select_ties(value, bound, top_k, keys, best)) return false;
+  } else {
+    const int32_t id = lane < count ? list[lane] : 0;
+    store_shared(keys + 8 * lane, lane < count ? composite_of_number(value(id), id) : 0);
+    if (lane < kAdjacent) store_shared(keys + 8 * (kLanes + lane), 0);
+    rank_candidates(count, top_k, keys, best, value.chosen_by);
+  }
+  Slot slot{0, 0.0f};
+  if (lane < top_k) {
+    const uint64_t word = load_shared(best + 8 * lane);
+    slot = {static_cast<int32_t>(word), math::float_of(static_cast<uint32_t>(word >> 32))};
+  }
+  const float weight = slot_weight(a.options, slot.chosen_by);
+  if (lane < top_k) {
+    a.indices[t * top_k + lane] = slot.id;
+    a.weights[t * top_k + lane] = weight;
+    atomicAdd(counts + slot.id, 1);
+  }
   __syncwarp();
-  const int better = count_above(key, shared_address(space.keys[which]), count);
-  if (there && better < top_k) space.best[which][better] = slot_word(id, value.chosen_by[id]);
-  __syncwarp();
+  return true;
 }
 
 // slot_weight for the lanes of a half, K <= 16.
@@ -128,11 +138,13 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   // [streams][2][E]: what a row is chosen by, or the scores of a row that is left to route_token; in
   // the end a stream's sums.
   float* mine = shared_memory + warp * 2 * kExperts;
-  float* bias = shared_memory + kStreams * 2 * kExperts;
+  // [streams][2][E] ids of candidates.
+  int32_t* lists = reinterpret_cast<int32_t*>(shared_memory + (kStreams + warp) * 2 * kExperts);
+  float* bias = shared_memory + 2 * kStreams * 2 * kExperts;
   int32_t* counts = reinterpret_cast<int32_t*>(bias + kExperts);
   PairSpace& space = spaces[warp];
-  const uint32_t ids = shared_address(space.ids), keys = shared_address(space.keys),
-                 best = shared_address(space.best);
+  const uint32_t ids = shared_address(lists), keys = shared_address(space.keys),
+                 best = shared_address(space.best), ends = shared_address(space.ends);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kExperts; i += kThreads) counts[i] = 0;
 
@@ -162,14 +174,12 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   int32_t* ids_out = a.indices + (t + half * kStreams) * top_k + half_lane;
   float* weights_out = a.weights + (t + half * kStreams) * top_k + half_lane;
   LogSumExps logsumexps;
-  float guess = math::infinity();  // a bound that did for a token before
 #pragma unroll 1
   for (; left > 0; left -= 2, t += 2 * kStreams, ids_out += 2 * kStreams * top_k,
                    weights_out += 2 * kStreams * top_k) {
     typename Vectors::Values z[2], s[2], u[2];
     readers[0].unpack_into(z[0]);
     readers[1].unpack_into(z[1]);  // of a token that is not there: any numbers
-    fetch(left - 2);
     float lane_exponentials[2], lane_scores[2], exponential_sum[2], share[2];
     bool moderate = true;  // both
 #pragma unroll
@@ -192,6 +202,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       const bool row = magnitude <= limit && lane_exponentials[p] < 1e37f;
       moderate = moderate && (__all_sync(kAllLanes, row) != 0 || p >= left);
     }
+    fetch(left - 2);  // the logits of these are no longer needed
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       exponential_sum[p] = warp_sum(lane_exponentials[p]);
@@ -211,13 +222,11 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       }
     }
 
-    bool selected[2];
-    int count[2];
-    float bound[2];
-    unsigned kept_groups[2] = {~0u, ~0u};
+    typename Vectors::Values v[2];
+    float maximum[2], bound[2];
+    unsigned kept_groups[2];
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
-      typename Vectors::Values v;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int i = kAdjacent * j;
@@ -225,77 +234,84 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
             make_float4(s[p][i], s[p][i + 1], s[p][i + 2], s[p][i + 3]);
       }
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) v[i] = s[p][i] + b[i];
+      for (int i = 0; i < kElements; ++i) v[p][i] = s[p][i] + b[i];
+      kept_groups[p] = ~0u;
       if (kGrouped) {
-        kept_groups[p] = Vectors::keep_best_groups(a.groups, group_shift, v,
+        kept_groups[p] = Vectors::keep_best_groups(a.groups, group_shift, v[p],
                                                    reinterpret_cast<float*>(space.keys[p]));
       }
-      bound[p] = guess;
-      count[p] = gather_from(v, guess, ids + 4 * kLanes * p);
-      if (moderate && (count[p] < top_k || count[p] > kHalf)) {
-        float maximum[1] = {v[0]};
+      maximum[p] = v[p][0];
 #pragma unroll
-        for (int i = 1; i < kElements; ++i) maximum[0] = fmaxf(maximum[0], v[i]);
-        bound[p] = bound_of_best(maximum, top_k + 2);
-        count[p] = gather_from(v, bound[p], ids + 4 * kLanes * p);
-        if (count[p] >= top_k && count[p] <= kHalf) {
-          guess = bound[p];
-        } else {
-          bound[p] = bound_of_best(maximum, top_k);
-          count[p] = gather_from(v, bound[p], ids + 4 * kLanes * p);
-        }
-      }
-      selected[p] = moderate && count[p] >= top_k;
+      for (int i = 1; i < kElements; ++i) maximum[p] = fmaxf(maximum[p], v[p][i]);
     }
-
-    if (selected[0] && selected[1] && count[0] <= kHalf && count[1] <= kHalf) {
+    // A bound that K values reach: the K-th of the maxima of 16 pairs of lanes, or of all lanes.
+    unsigned bins = 0;
+    if (top_k <= kHalf / 2) {
+      const float other =
+          __shfl_xor_sync(kAllLanes, half ? maximum[0] : maximum[1], kHalf);
+      const float x = fmaxf(half ? maximum[1] : maximum[0], other);
+      space.bins[half][half_lane] = x;
       __syncwarp();
-      const int own_count = half ? count[1] : count[0];
+      bins = __ballot_sync(kAllLanes, bins_above(x, space.bins[half]) == top_k - 1);
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        bound[p] = __shfl_sync(kAllLanes, x,
+                               kHalf * p + __ffs(static_cast<int>(bins >> (kHalf * p))) - 1);
+      }
+    }
+    if ((bins & 0xffffu) == 0 || bins >> kHalf == 0) {  // ties, or a larger K
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        const float one[1] = {maximum[p]};
+        bound[p] = bound_of_best(one, top_k);
+      }
+    }
+    if (lane < 2) space.ends[lane] = ids + 4 * kExperts * lane;
+    __syncwarp();
+#pragma unroll
+    for (int p = 0; p < 2; ++p) gather_from(v[p], bound[p], ends + 4 * p);
+    __syncwarp();
+    const int own_count = static_cast<int>(space.ends[half] - ids) / 4 - half * kExperts;
+    const bool short_way = own_count >= top_k && own_count <= kHalf;
+    if (moderate && left > 1 && __all_sync(kAllLanes, short_way)) {
       const uint32_t own_keys = keys + half * static_cast<uint32_t>(sizeof(space.keys[0]));
       int32_t id = 0;
-      if (half_lane < own_count) id = space.ids[half][half_lane];
+      if (half_lane < own_count) id = lists[half * kExperts + half_lane];
       const float chosen_by = half_mine[id];
       const uint64_t key =
           half_lane < own_count ? composite_of_number(chosen_by + bias[id], id) : 0;
       store_shared(own_keys + 8 * half_lane, key);
       __syncwarp();
-      const int better = count_above(key, own_keys, max(count[0], count[1]));
+      const int better = count_above(key, own_keys, __reduce_max_sync(kAllLanes, own_count));
       if (half_lane < own_count && better < top_k)
         store_shared(best + 8 * (half * kHalf + better), slot_word(id, chosen_by));
       __syncwarp();
-    } else {
-      for (int p = 0; p < 2; ++p) {
-        if (!selected[p]) continue;
-        const SharedValues values{mine + p * kExperts, bias,           1.0f, kExperts,
-                                  kept_groups[p],      kGrouped ? group_shift : kNoGroups};
-        if (count[p] <= kLanes) {
-          rank_one(count[p], top_k, values, space, p);
-        } else {
-          selected[p] = select_ties(values, bound[p], top_k, keys, best + 8 * kHalf * p);
-        }
+      Slot slot{0, 0.0f};
+      if (half_lane < top_k) {
+        const uint64_t word = load_shared(best + 8 * lane);
+        slot = {static_cast<int32_t>(word), math::float_of(static_cast<uint32_t>(word >> 32))};
       }
-    }
-
-    const bool own_selected = half ? selected[1] && left > 1 : selected[0];
-    Slot slot{0, 0.0f};
-    if (half_lane < top_k && own_selected) {
-      const uint64_t word = load_shared(best + 8 * lane);
-      slot = {static_cast<int32_t>(word), math::float_of(static_cast<uint32_t>(word >> 32))};
-    }
-    const float weight = half_slot_weight(a.options, slot.chosen_by);
-    if (slot.chosen_by > 0.0f) {
-      *ids_out = slot.id;
-      *weights_out = weight;
-      atomicAdd(counts + slot.id, 1);
-    }
-    if (!(selected[0] && (selected[1] || left < 2))) {
-      for (int p = 0; p < 2 && p < left; ++p) {
-        if (selected[p]) continue;
+      const float weight = half_slot_weight(a.options, slot.chosen_by);
+      if (half_lane < top_k) {
+        *ids_out = slot.id;
+        *weights_out = weight;
+        atomicAdd(counts + slot.id, 1);
+      }
+    } else {
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        if (p >= left) continue;
         float* scores = mine + p * kExperts;
+        const int64_t token = t + p * kStreams;
+        const SharedValues values{scores,         bias, 1.0f, kExperts,
+                                  kept_groups[p], kGrouped ? group_shift : kNoGroups};
+        const int count = __shfl_sync(kAllLanes, own_count, kHalf * p);
+        if (moderate && finish_token(a, token, count, bound[p], values, lists + p * kExperts, space,
+                                     counts))
+          continue;
         __syncwarp();
-        Row row{.score = kScore, .experts = kExperts, .z = a.row(t + p * kStreams), .s = scores};
-        route_token(a, t + p * kStreams, row, reinterpret_cast<uint32_t*>(space.keys[p]), counts,
-                    counts);
+        Row row{.score = kScore, .experts = kExperts, .z = a.row(token), .s = scores};
+        route_token(a, token, row, reinterpret_cast<uint32_t*>(space.keys[p]), counts, counts);
         if (moderate) continue;  // the statistics have it
         logsumexps.add_ready(row.logsumexp);
 #pragma unroll
