@@ -24,17 +24,31 @@ struct PairSpace {
 };
 
 // Appends the ids of the values that reach the bound to a list, at the address that the word `end`
-// of shared memory holds. Their order is open, and has no part in the result.
+// of shared memory holds. Their order is open, and has no part in the result. All places are asked
+// for before the first is used.
 template <int kElements>
-__device__ void gather_from(const float (&v)[kElements], float bound, uint32_t end) {
+__device__ void claim_places(const float (&v)[kElements], float bound, uint32_t end,
+                             uint32_t (&place)[kElements]) {
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    const int id = i / kAdjacent * kColumns + i % kAdjacent + kAdjacent * lane_id();
     asm volatile(
-        "{\n\t.reg .pred p;\n\t.reg .u32 at;\n\tsetp.ge.f32 p, %1, %2;\n\t"
-        "@p atom.shared.add.u32 at, [%0], 4;\n\t@p st.shared.u32 [at], %3;\n\t}"
-        :
-        : "r"(end), "f"(v[i]), "f"(bound), "r"(id)
+        "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %2, %3;\n\tmov.u32 %0, 0;\n\t"
+        "@p atom.shared.add.u32 %0, [%1], 4;\n\t}"
+        : "=r"(place[i])
+        : "r"(end), "f"(v[i]), "f"(bound)
+        : "memory");
+  }
+}
+template <int kElements>
+__device__ void write_ids(const uint32_t (&place)[kElements], int id) {
+#pragma unroll
+  for (int i = 0; i < kElements; ++i) {
+    // The step is made here lest the compiler keep all ids in registers.
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %1, 0;\n\t@p st.shared.u32 [%1], %0;\n\t"
+        "add.u32 %0, %0, %2;\n\t}"
+        : "+r"(id)
+        : "r"(place[i]), "r"(i % kAdjacent == kAdjacent - 1 ? kColumns - kAdjacent + 1 : 1)
         : "memory");
   }
 }
@@ -268,8 +282,11 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     }
     if (lane < 2) space.ends[lane] = ids + 4 * kExperts * lane;
     __syncwarp();
+    uint32_t place[2][kElements];
 #pragma unroll
-    for (int p = 0; p < 2; ++p) gather_from(v[p], bound[p], ends + 4 * p);
+    for (int p = 0; p < 2; ++p) claim_places(v[p], bound[p], ends + 4 * p, place[p]);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) write_ids(place[p], kAdjacent * lane);
     __syncwarp();
     const int own_count = static_cast<int>(space.ends[half] - ids) / 4 - half * kExperts;
     const bool short_way = own_count >= top_k && own_count <= kHalf;
