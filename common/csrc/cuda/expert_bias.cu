@@ -76,9 +76,10 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) count_bins(const QuantileBi
   for (int e = lane_id(); e < a.experts; e += kLanes) keys[e] = math::order_key(value(e)) + 1;
   __syncwarp();
   float cutoff = 0.0f;
-  select([=](int e) { return keys[e]; }, a.experts, a.top_k + 1, [&](int k, int32_t id) {
-    if (k == a.top_k) cutoff = value(id);
-  });
+  select([=](int e) { return keys[e]; }, a.experts, a.top_k + 1,
+         [&](int k, int32_t id) {
+           if (k == a.top_k) cutoff = value(id);
+         });
   if (lane_id() == 0) a.cutoffs[t] = cutoff;
   const float lower = *a.lower, upper = *a.upper;
   for (int e = lane_id(); e < a.experts; e += kLanes) {

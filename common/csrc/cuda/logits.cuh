@@ -41,7 +41,8 @@ __device__ inline Raw load_raw(DType dtype, const void* data, int64_t row, int f
     if (dtype == DType::kFloat32) {
       return __ldcs(reinterpret_cast<const uint4*>(static_cast<const float*>(data) + at));
     }
-    const uint2 half = __ldcs(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + at));
+    const uint2 half =
+        __ldcs(reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(data) + at));
     return {half.x, half.y, 0, 0};
   }
   unsigned word[kAdjacent] = {};
@@ -49,7 +50,8 @@ __device__ inline Raw load_raw(DType dtype, const void* data, int64_t row, int f
     if (dtype == DType::kFloat32) {
       word[i] = static_cast<const uint32_t*>(data)[at + i];
     } else {
-      word[i / 2] |= static_cast<uint32_t>(static_cast<const uint16_t*>(data)[at + i]) << (i % 2 * 16);
+      word[i / 2] |= static_cast<uint32_t>(static_cast<const uint16_t*>(data)[at + i])
+                     << (i % 2 * 16);
     }
   }
   return {word[0], word[1], word[2], word[3]};
@@ -76,8 +78,8 @@ __device__ inline void unpack(DType dtype, const Raw& raw, float* z) {
 
 template <typename T>
 __device__ uint32_t pair_of(float low, float high) {
-  return math::from_float<T>(low).bits |
-         static_cast<uint32_t>(math::from_float<T>(high).bits) << 16;
+  return math::from_float<T>(low).bits | static_cast<uint32_t>(math::from_float<T>(high).bits)
+                                             << 16;
 }
 
 // The inverse of load_raw and unpack.
@@ -92,10 +94,9 @@ __device__ inline void store_four(DType dtype, const float* z, void* data, int64
            make_float4(z[0], z[1], z[2], z[3]));
   } else {
     const bool brain = dtype == DType::kBFloat16;
-    const uint2 half = brain ? uint2{pair_of<math::BFloat16>(z[0], z[1]),
-                                     pair_of<math::BFloat16>(z[2], z[3])}
-                             : uint2{pair_of<math::Float16>(z[0], z[1]),
-                                     pair_of<math::Float16>(z[2], z[3])};
+    const uint2 half =
+        brain ? uint2{pair_of<math::BFloat16>(z[0], z[1]), pair_of<math::BFloat16>(z[2], z[3])}
+              : uint2{pair_of<math::Float16>(z[0], z[1]), pair_of<math::Float16>(z[2], z[3])};
     __stcs(reinterpret_cast<uint2*>(static_cast<uint16_t*>(data) + at), half);
   }
 }

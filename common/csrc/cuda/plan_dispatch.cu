@@ -238,9 +238,7 @@ struct Layout {
   }
 };
 
-DUOMOE_WORKSPACE(kCuda, plan_dispatch) {
-  return Layout(call).bytes();
-}
+DUOMOE_WORKSPACE(kCuda, plan_dispatch) { return Layout(call).bytes(); }
 
 DUOMOE_KERNEL(kCuda, plan_dispatch) {
   const Layout layout(call);

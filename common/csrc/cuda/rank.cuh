@@ -1,9 +1,9 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Top-K of a row by one warp, in three steps: a bound that at least K selection values reach; the
-// few that reach it, the candidates, gathered in shared memory; each candidate's rank by counting.
-// Values are finite, and -inf stands for an expert that is out.
+// Parts of the top-K of a row by one warp, which goes in three steps: a bound that at least K
+// selection values reach; the few that reach it, the candidates, gathered in shared memory; each
+// candidate's rank by counting. Values are finite, and -inf stands for an expert that is out.
 #pragma once
 
 #include <climits>
@@ -11,15 +11,6 @@
 #include "warp.h"
 
 namespace duomoe::cuda {
-
-// A warp's candidates, in any order, and its K <= kMaxTop best in order.
-template <int kTop>
-struct Candidates {
-  static constexpr int kMaxTop = kTop, kRoom = 2 * kTop;
-  alignas(16) uint64_t keys[kRoom];  // math::composite of value and id
-  int32_t ids[kRoom];
-  int32_t best[kTop];
-};
 
 // An integer with the order of the floats (of numbers, -0 below 0), and its inverse.
 __device__ inline int signed_key(float x) {
@@ -68,22 +59,6 @@ __device__ float bound_of_best(const float (&maxima)[kParts], int rank) {
   return bound == INT_MIN ? math::infinity() : value_of_signed_key(bound);
 }
 
-// Appends id(i) of the bits i that are set in each lane's mask to `candidates.ids`, of which `count`
-// are there. Ids beyond the room for them are only counted.
-template <int kTop, typename F>
-__device__ int gather(unsigned mask, int count, F id, Candidates<kTop>& candidates) {
-  const unsigned lanes_before = (1u << lane_id()) - 1;
-#pragma unroll 1
-  for (unsigned lanes; (lanes = __ballot_sync(kAllLanes, mask != 0)) != 0;) {
-    const int at = count + __popc(lanes & lanes_before);
-    const int bit = 31 - __clz(static_cast<int>(mask));
-    if (mask != 0 && at < candidates.kRoom) candidates.ids[at] = id(static_cast<unsigned>(bit));
-    mask &= ~(1u << (bit & 31));
-    count += __popc(lanes);
-  }
-  return count;
-}
-
 // math::composite for a value that is no NaN.
 __device__ inline uint64_t composite_of_number(float x, int32_t id) {
   const uint32_t bits = math::bits_of(x + 0.0f);  // -0 + 0 = +0
@@ -96,38 +71,6 @@ __device__ inline void count_greater(int& a, uint64_t x, uint64_t y) {
   asm("{\n\t.reg .pred p;\n\tsetp.gt.u64 p, %1, %2;\n\t@p add.s32 %0, %0, 1;\n\t}"
       : "+r"(a)
       : "l"(x), "l"(y));
-}
-
-// candidates.best[k] of the K <= count first candidates by (value descending, id ascending). Their
-// values are numbers.
-template <int kTop, typename F>
-__device__ void rank(int count, int top_k, F value, Candidates<kTop>& candidates) {
-  __syncwarp();
-#pragma unroll 1
-  for (int first = 0; first < count; first += kLanes) {
-    const int own = first + lane_id();
-    // 0 below every candidate, where a pair has no second.
-    candidates.keys[own] =
-        own < count ? composite_of_number(value(candidates.ids[own]), candidates.ids[own]) : 0;
-  }
-  __syncwarp();
-#pragma unroll 1
-  for (int first = 0; first < count; first += kLanes) {
-    const int own = first + lane_id();
-    const uint64_t key = candidates.keys[own];
-    int better = 0;
-#pragma unroll 1
-    for (int i = 0; i < count; i += 4) {
-      const ulonglong2 one = *reinterpret_cast<const ulonglong2*>(&candidates.keys[i]);
-      const ulonglong2 two = *reinterpret_cast<const ulonglong2*>(&candidates.keys[i + 2]);
-      count_greater(better, one.x, key);
-      count_greater(better, one.y, key);
-      count_greater(better, two.x, key);
-      count_greater(better, two.y, key);
-    }
-    if (own < count && better < top_k) candidates.best[better] = math::id_of(key);
-  }
-  __syncwarp();
 }
 
 }  // namespace duomoe::cuda

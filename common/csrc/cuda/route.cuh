@@ -152,8 +152,8 @@ inline __device__ __noinline__ void route_token(const Route& a, int64_t t, Row& 
   __syncwarp();
 }
 
-// The weight of a slot of a moderate row: `score` is the slot's, 0 where it has no expert, `sum` that
-// of all slots. Lanes without an expert divide something that is no trouble.
+// The weight of a slot of a moderate row: `score` is the slot's, 0 where it has no expert, `sum`
+// that of all slots. Lanes without an expert divide something that is no trouble.
 __device__ inline float divided_weight(const RouterOptions& options, float score, float sum) {
   const float value =
       math::weight_divisor(options.normalize, options.eps_mode, sum, options.eps).value;
@@ -221,7 +221,8 @@ __device__ void write_partials(const Route& a, const int32_t* counts, bool copy_
   if (copy_counts) {
     int32_t* to = a.partials.counts(blockIdx.x, experts);
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += threads) to[i] = counts[i];
+    for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += threads)
+      to[i] = counts[i];
   }
   if (threadIdx.x == 0) {
     float sum = 0.0f;

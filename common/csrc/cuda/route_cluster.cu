@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   token.route(lane, thread, length, memory);
   __syncwarp();
-  // A lane has a column of two streams, and eight have one of logsumexp^2 besides. The share of a row
-  // without a live token is 0.
+  // A lane has a column of two streams, and eight have one of logsumexp^2 besides. The share of a
+  // row without a live token is 0.
   const int first_row = warp * kLanes, column = lane % kElements;
 #pragma unroll
   for (int n = 0; n < kStreams * kElements / kLanes; ++n) {

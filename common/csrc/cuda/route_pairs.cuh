@@ -19,8 +19,8 @@ struct PairSpace {
   alignas(16) float bins[2][kHalf + kAdjacent];
   // The candidates' math::composite, then zeros.
   alignas(16) uint64_t keys[2][kLanes + kAdjacent + 2];  // room for SelectionSpace's
-  uint64_t best[2][kHalf];  // id and what it is chosen by
-  uint32_t ends[2];         // the address after the ids of the candidates
+  uint64_t best[2][kHalf];                               // id and what it is chosen by
+  uint32_t ends[2];  // the address after the ids of the candidates
 };
 
 // Appends the ids of the values that reach the bound to a list, at the address that the word `end`
@@ -85,8 +85,8 @@ __device__ inline uint64_t slot_word(int32_t id, float chosen_by) {
   return static_cast<uint32_t>(id) | static_cast<uint64_t>(math::bits_of(chosen_by)) << 32;
 }
 
-// One token's slots by the whole warp, from all of its values: `count` of them reach the bound, whose
-// ids are in the list. False, and nothing written, where that is no way for it.
+// One token's slots by the whole warp, from all of its values: `count` of them reach the bound,
+// whose ids are in the list. False, and nothing written, where that is no way for it.
 inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int count, float bound,
                                                  const SharedValues& value, const int32_t* list,
                                                  PairSpace& space, int32_t* counts) {
@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   fetch(left);
   clear_expert_counts(a);
   if (chunk.begin >= chunk.end) return;
-  // [streams][2][E]: what a row is chosen by, or the scores of a row that is left to route_token; in
-  // the end a stream's sums.
+  // [streams][2][E]: what a row is chosen by, or the scores of a row that is left to route_token;
+  // in the end a stream's sums.
   float* mine = shared_memory + warp * 2 * kExperts;
   // [streams][2][E] ids of candidates.
   int32_t* lists = reinterpret_cast<int32_t*>(shared_memory + (kStreams + warp) * 2 * kExperts);
@@ -220,10 +220,13 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       exponential_sum[p] = warp_sum(lane_exponentials[p]);
-      share[p] = math::reciprocal(kSoftmax ? exponential_sum[p] : warp_sum(lane_scores[p]));
-      if (!kSoftmax) continue;
+      if constexpr (kSoftmax) {
+        share[p] = math::reciprocal(exponential_sum[p]);
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) s[p][i] = u[p][i] * share[p];
+        for (int i = 0; i < kElements; ++i) s[p][i] = u[p][i] * share[p];
+      } else {
+        share[p] = math::reciprocal(warp_sum(lane_scores[p]));
+      }
     }
     if (moderate) {
 #pragma unroll
@@ -261,16 +264,15 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     // A bound that K values reach: the K-th of the maxima of 16 pairs of lanes, or of all lanes.
     unsigned bins = 0;
     if (top_k <= kHalf / 2) {
-      const float other =
-          __shfl_xor_sync(kAllLanes, half ? maximum[0] : maximum[1], kHalf);
+      const float other = __shfl_xor_sync(kAllLanes, half ? maximum[0] : maximum[1], kHalf);
       const float x = fmaxf(half ? maximum[1] : maximum[0], other);
       space.bins[half][half_lane] = x;
       __syncwarp();
       bins = __ballot_sync(kAllLanes, bins_above(x, space.bins[half]) == top_k - 1);
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
-        bound[p] = __shfl_sync(kAllLanes, x,
-                               kHalf * p + __ffs(static_cast<int>(bins >> (kHalf * p))) - 1);
+        bound[p] =
+            __shfl_sync(kAllLanes, x, kHalf * p + __ffs(static_cast<int>(bins >> (kHalf * p))) - 1);
       }
     }
     if ((bins & 0xffffu) == 0 || bins >> kHalf == 0) {  // ties, or a larger K
@@ -320,11 +322,11 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
         if (p >= left) continue;
         float* scores = mine + p * kExperts;
         const int64_t token = t + p * kStreams;
-        const SharedValues values{scores,         bias, 1.0f, kExperts,
-                                  kept_groups[p], kGrouped ? group_shift : kNoGroups};
+        const SharedValues values{scores,   bias,           1.0f,
+                                  kExperts, kept_groups[p], kGrouped ? group_shift : kNoGroups};
         const int count = __shfl_sync(kAllLanes, own_count, kHalf * p);
-        if (moderate && finish_token(a, token, count, bound[p], values, lists + p * kExperts, space,
-                                     counts))
+        if (moderate &&
+            finish_token(a, token, count, bound[p], values, lists + p * kExperts, space, counts))
           continue;
         __syncwarp();
         Row row{.score = kScore, .experts = kExperts, .z = a.row(token), .s = scores};

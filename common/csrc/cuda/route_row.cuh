@@ -107,11 +107,11 @@ struct Row {
   Logits z;
   float* s;  // [E] scores; exponentials for softmax
   bool moderate = true;
-  float peak = 0;       // the largest logit; not of moderate rows
-  float inverse = 0;    // 1 / sum of the exponentials
+  float peak = 0;     // the largest logit; not of moderate rows
+  float inverse = 0;  // 1 / sum of the exponentials
   float logsumexp = 0;
-  float top = 0;        // the log scale of the largest score; not of moderate rows
-  float share = 0;      // P = unscaled_probability * share
+  float top = 0;    // the log scale of the largest score; not of moderate rows
+  float share = 0;  // P = unscaled_probability * share
 
   __device__ void compute() {
     const float limit = math::moderate_limit(score);

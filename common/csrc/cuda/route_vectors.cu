@@ -16,7 +16,8 @@ bool launch_route_vectors(Queue& queue, const Route& a, int64_t chunks) {
         a.groups.count > kLanes || a.groups.score_k > 2)
       return false;
   }
-  const bool plain = a.experts % kColumns == 0 && a.whole_vectors && !a.mask && !a.given && !a.on_logit && !a.separate_loss_counts &&
+  const bool plain = a.experts % kColumns == 0 && a.whole_vectors && !a.mask && !a.given &&
+                     !a.on_logit && !a.separate_loss_counts &&
                      a.options.score != Score::kSqrtSoftplus && a.dtype != DType::kFloat16;
   if (plain && a.experts <= kMaxPairExperts && a.top_k <= kHalf) {
     launch_route_pairs(queue, a, chunks, group_shift);

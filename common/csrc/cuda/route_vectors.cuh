@@ -1,9 +1,9 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// `route` for E <= 512: one warp per token, whose lanes hold four neighbouring experts of every 128.
-// One warp per stream of a chunk. Bound by the issue of instructions, not by memory: what is common
-// is compiled on its own (kPlain...), without a branch that it does not need.
+// `route` for E <= 512: one warp per token, whose lanes hold four neighbouring experts of every
+// 128. One warp per stream of a chunk. Bound by the issue of instructions, not by memory: what is
+// common is compiled on its own (kPlain...), without a branch that it does not need.
 #pragma once
 
 #include "rank.cuh"
@@ -86,15 +86,16 @@ __device__ inline void rank_candidates(int count, int top_k, uint32_t candidates
     }
     if (own < count && better < top_k) {
       const int32_t id = math::id_of(key);
-      store_shared(best + 8 * better, static_cast<uint32_t>(id) |
-                                          static_cast<uint64_t>(math::bits_of(chosen_by[id])) << 32);
+      store_shared(best + 8 * better,
+                   static_cast<uint32_t>(id) | static_cast<uint64_t>(math::bits_of(chosen_by[id]))
+                                                   << 32);
     }
   }
   __syncwarp();
 }
 
-// The same for values of which too many reach the bound: those above it and the first of those equal
-// to it. False where those above it are too many.
+// The same for values of which too many reach the bound: those above it and the first of those
+// equal to it. False where those above it are too many.
 inline __device__ __noinline__ bool select_ties(const SharedValues& value, float bound, int top_k,
                                                 uint32_t candidates, uint32_t best) {
   const int end = (value.experts + kLanes - 1) / kLanes * kLanes;
@@ -111,7 +112,8 @@ inline __device__ __noinline__ bool select_ties(const SharedValues& value, float
     ties = max(0, ties - __popc(equal));
     const unsigned all = __ballot_sync(kAllLanes, taken);
     if (taken) {
-      store_shared(candidates + 8 * (count + __popc(all & lanes_before)), composite_of_number(v, e));
+      store_shared(candidates + 8 * (count + __popc(all & lanes_before)),
+                   composite_of_number(v, e));
     }
     count += __popc(all);
   }
@@ -145,8 +147,8 @@ struct VectorRow {
   };
 
   // space.best: the K best of v, whose values by expert are `shared_values`. Any bound that K to 32
-  // values reach will do: `bound` is one that did for a token before, and what is tried first. False
-  // where there are too many candidates, or too few values.
+  // values reach will do: `bound` is one that did for a token before, and what is tried first.
+  // False where there are too many candidates, or too few values.
   static __device__ bool select(const Values& v, int top_k, const SharedValues& shared_values,
                                 uint32_t candidates, uint32_t best, float& bound) {
     Votes votes(v, bound);
@@ -230,8 +232,8 @@ struct VectorRow {
 template <int kVectors, VectorMode kMode>
 struct VectorReader {
   const Route& a;
-  int64_t next;      // the next token's first element
-  int64_t step;      // from a token to the next
+  int64_t next;       // the next token's first element
+  int64_t step;       // from a token to the next
   const char* plain;  // this lane's first element of it
   Raw raw[kVectors] = {};
 
@@ -337,8 +339,8 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   float* weights_out = a.weights + t * top_k + lane;
   LogSumExps logsumexps;
   float bound = math::infinity(), loss_bound = math::infinity();
-  for (; left > 0; --left, t += kStreams, ids_out += kStreams * top_k,
-                   weights_out += kStreams * top_k) {
+  for (; left > 0;
+       --left, t += kStreams, ids_out += kStreams * top_k, weights_out += kStreams * top_k) {
     typename Vectors::Values z, s, u;
     reader.unpack_into(z);
     if (left > 1) reader.fetch();

@@ -72,15 +72,16 @@ __device__ float dot_row(int64_t packs, const P* a, const P* b, LoadA load_a, Ea
 // null: 1.
 template <typename P, bool kScale>
 __global__ void __launch_bounds__(kRowThreads, 3)
-    dot_slots(Plan plan, FilledGrid grid, const P* x, const P* rows, const float* weights,
+    dot_slots(Plan plan, int64_t fillers, const P* x, const P* rows, const float* weights,
               float* dots, P* scaled_rows) {
   if constexpr (kScale) {
-    if (grid.filler() >= 0) return fill_rows(plan, grid, x, weights, scaled_rows);
+    if (static_cast<int64_t>(blockIdx.x) < fillers)
+      return fill_rows(plan, fillers, x, weights, scaled_rows);
   }
   const int64_t packs = plan.width / P::kSize;
-  const int64_t warps = grid.others * kRowWarps;
+  const int64_t before = fillers * kRowWarps;
   const auto load_x = [](const P* from) { return *from; };
-  for (int64_t slot = grid.other() * kRowWarps + warp_id(); slot < plan.slots(); slot += warps) {
+  for (int64_t slot = grid_warp() - before; slot < plan.slots(); slot += grid_warps() - before) {
     const int64_t row = plan.row_of_slot[slot];
     float dot = 0.0f;
     if (plan.has_row(row)) {
@@ -105,8 +106,8 @@ DUOMOE_KERNEL(kCuda, permute_bwd_weights) {
   Queue queue(call);
   with_type(x.dtype, [&]<typename T>(T) {
     with_pack<T>(plan.width, {&x, &rows}, [&]<typename P>(P) {
-      const FilledGrid grid{0, grid_for(plan.tokens * plan.top_k, kRowWarps)};
-      queue.launch(dot_slots<P, false>, grid.blocks(), kRowThreads, 0, plan, grid, x.as<const P>(), rows.as<const P>(), nullptr,
+      queue.launch(dot_slots<P, false>, grid_for(plan.tokens * plan.top_k, kRowWarps), kRowThreads,
+                   0, plan, 0, x.as<const P>(), rows.as<const P>(), nullptr,
                    call.out("grad_weights").as<float>(), nullptr);
     });
   });
@@ -120,8 +121,9 @@ DUOMOE_KERNEL(kCuda, combine_bwd) {
   Queue queue(call);
   with_type(rows.dtype, [&]<typename T>(T) {
     with_pack<T>(plan.width, {&grad_y, &rows, &grad_rows}, [&]<typename P>(P) {
-      const FilledGrid grid{fill_blocks(plan), grid_for(plan.tokens * plan.top_k, kRowWarps)};
-      queue.launch(dot_slots<P, true>, grid.blocks(), kRowThreads, 0, plan, grid, grad_y.as<const P>(), rows.as<const P>(),
+      const int64_t fillers = fill_blocks(plan);
+      queue.launch(dot_slots<P, true>, fillers + grid_for(plan.tokens * plan.top_k, kRowWarps),
+                   kRowThreads, 0, plan, fillers, grad_y.as<const P>(), rows.as<const P>(),
                    weights_of(call), call.out("grad_weights").as<float>(), grad_rows.as<P>());
     });
   });

@@ -16,9 +16,11 @@ struct Teams {
 
   __device__ int threads() const { return 1 << log_threads; }
   __device__ int member() const { return static_cast<int>(threadIdx.x) & (threads() - 1); }
-  // Of a thread in block `block` of the teams' blocks.
-  __device__ int64_t number(int64_t block) const {
-    return (block * kRowThreads + static_cast<int64_t>(threadIdx.x)) >> log_threads;
+  // Of the blocks from `first_block` on.
+  __device__ int64_t number(int64_t first_block) const {
+    return ((static_cast<int64_t>(blockIdx.x) - first_block) * kRowThreads +
+            static_cast<int64_t>(threadIdx.x)) >>
+           log_threads;
   }
   __device__ int64_t count() const { return blocks * kRowThreads >> log_threads; }
 };
@@ -34,16 +36,52 @@ Teams teams_for(int64_t tokens, int64_t packs) {
 // Slots whose row numbers are read at once.
 constexpr int kSlotsAtOnce = 8;
 
+// The rows of kSlots slots from `slot` on, -1 for one without a row and, if `joined`, for one that
+// its row is not made from.
+template <int kSlots>
+struct SlotRows {
+  int32_t row[kSlots];
+  bool all = true;  // have a row
+
+  __device__ SlotRows(const Plan& plan, int64_t slot, bool joined) {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) row[s] = plan.row_of_slot[slot + s];
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      if (!plan.has_row(row[s]) || (joined && !plan.joined(row[s], slot + s))) row[s] = -1;
+      all = all && row[s] >= 0;
+    }
+  }
+};
+
 // rows[r] = weight * x of the token of slot_of_row[r], 0 without one. A team reads kHeld packs a
 // thread of its token once, then writes them to one row after another, so that what goes to a row
 // goes there together.
 template <typename P>
 __global__ void __launch_bounds__(kRowThreads)
-    spread(Plan plan, Teams teams, FilledGrid grid, const P* x, const float* weights, P* rows) {
-  if (grid.filler() >= 0) return fill_rows(plan, grid, x, weights, rows);
+    spread(Plan plan, Teams teams, int64_t fillers, const P* x, const float* weights, P* rows) {
+  if (static_cast<int64_t>(blockIdx.x) < fillers) return fill_rows(plan, fillers, x, weights, rows);
   constexpr int kHeld = 4;
   const int64_t packs = plan.width / P::kSize;
-  for (int64_t t = teams.number(grid.other()); t < plan.tokens; t += teams.count()) {
+  for (int64_t t = teams.number(fillers); t < plan.tokens; t += teams.count()) {
+    if (plan.top_k == kSlotsAtOnce) {
+      const SlotRows<kSlotsAtOnce> slots(plan, t * kSlotsAtOnce, true);
+      if (slots.all) {
+        P* to[kSlotsAtOnce];
+        float weight[kSlotsAtOnce];
+#pragma unroll
+        for (int s = 0; s < kSlotsAtOnce; ++s) {
+          to[s] = rows + slots.row[s] * packs;
+          weight[s] = weights ? weights[t * kSlotsAtOnce + s] : 1.0f;
+        }
+        for (int64_t i = teams.member(); i < packs; i += teams.threads()) {
+          const P pack = load_once(x + t * packs + i);
+#pragma unroll
+          for (int s = 0; s < kSlotsAtOnce; ++s) store_once(to[s] + i, scaled(weight[s], pack));
+        }
+        continue;
+      }
+    }
     for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads()) {
       P held[kHeld];
 #pragma unroll
@@ -85,8 +123,8 @@ DUOMOE_KERNEL(kCuda, permute) {
     typed.width = width;
     with_pack<T>(width, {&x, &rows}, [&]<typename P>(P) {
       const Teams teams = teams_for(plan.tokens, width / P::kSize);
-      const FilledGrid grid{fill_blocks(plan), teams.blocks};
-      queue.launch(spread<P>, grid.blocks(), kRowThreads, 0, typed, teams, grid,
+      const int64_t fillers = fill_blocks(plan);
+      queue.launch(spread<P>, fillers + teams.blocks, kRowThreads, 0, typed, teams, fillers,
                    x.as<const P>(), weights_of(call), rows.as<P>());
     });
   };
@@ -101,61 +139,73 @@ DUOMOE_KERNEL(kCuda, permute) {
 
 // --- from rows to tokens -------------------------------------------------------------------------
 
-// The rows and weights of kSlots slots from `slot` on; -1 and 0 for those past the K-th, `left` being
-// how many there are, and for those without a row.
-template <int kSlots>
-struct SlotRows {
-  int32_t row[kSlots];
-  float weight[kSlots];
-
-  __device__ SlotRows(const Plan& plan, const float* weights, int64_t slot, int64_t left) {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      row[s] = s < left ? plan.row_of_slot[slot + s] : -1;
-      weight[s] = s >= left ? 0.0f : weights ? weights[slot + s] : 1.0f;
-    }
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      if (!plan.has_row(row[s])) row[s] = -1;
-    }
-  }
-};
-
 // y[t] = sum over k, in slot order and float32, of weights[t, k] * rows[row_of_slot[t, k]], rounded
 // once. A thread sums kHeld packs of a token, and loads those of kSlots slots before it adds the
-// first. `weights` may be null: 1. kOnce: K <= kSlots, so that a token's slots are read once.
-template <typename P, int kHeld, int kSlots, bool kOnce>
+// first. `weights` may be null: 1.
+template <typename P, int kHeld, int kSlots>
 __global__ void __launch_bounds__(kRowThreads)
     gather_sum(Plan plan, Teams teams, const P* rows, const float* weights, P* y) {
   const int64_t packs = plan.width / P::kSize;
-  for (int64_t t = teams.number(blockIdx.x); t < plan.tokens; t += teams.count()) {
-    SlotRows<kSlots> slots(plan, weights, t * plan.top_k, plan.top_k);
+  for (int64_t t = teams.number(0); t < plan.tokens; t += teams.count()) {
+    if (kSlots == kSlotsAtOnce && plan.top_k == kSlots) {
+      const SlotRows<kSlots> slots(plan, t * kSlots, false);
+      if (slots.all) {
+        const P* from[kSlots];
+        float weight[kSlots];
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s) {
+          from[s] = rows + slots.row[s] * packs;
+          weight[s] = weights ? weights[t * kSlots + s] : 1.0f;
+        }
+        for (int64_t i = teams.member(); i < packs; i += teams.threads()) {
+          P part[kSlots], result;
+          float sum[P::kSize] = {};
+#pragma unroll
+          for (int s = 0; s < kSlots; ++s) part[s] = load_once(from[s] + i);
+#pragma unroll
+          for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+            for (int c = 0; c < P::kSize; ++c)
+              sum[c] = math::fma(weight[s], math::to_float(part[s].at[c]), sum[c]);
+          }
+#pragma unroll
+          for (int c = 0; c < P::kSize; ++c)
+            result.at[c] = math::from_float<typename P::Element>(sum[c]);
+          store_once(y + t * packs + i, result);
+        }
+        continue;
+      }
+    }
     for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads()) {
       float sum[kHeld][P::kSize] = {};
       for (int64_t k = 0; k < plan.top_k; k += kSlots) {
-        if (!kOnce && (k > 0 || first != teams.member()))
-          slots = SlotRows<kSlots>(plan, weights, t * plan.top_k + k, plan.top_k - k);
+        const int64_t slot = t * plan.top_k + k;
+        int32_t row[kSlots];
         P part[kSlots][kHeld];
+#pragma unroll
+        for (int s = 0; s < kSlots; ++s) {
+          row[s] = k + s < plan.top_k ? plan.row_of_slot[slot + s] : -1;
+          if (!plan.has_row(row[s])) row[s] = -1;
+        }
 #pragma unroll
         for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
           for (int j = 0; j < kHeld; ++j) {
             const int64_t i = first + j * teams.threads();
-            part[s][j] =
-                slots.row[s] >= 0 && i < packs ? load_once(rows + slots.row[s] * packs + i) : P{};
+            part[s][j] = row[s] >= 0 && i < packs ? load_once(rows + row[s] * packs + i) : P{};
           }
         }
 #pragma unroll
         for (int s = 0; s < kSlots; ++s) {
-          if (slots.row[s] < 0) continue;
+          if (row[s] < 0) continue;
+          const float weight = weights ? weights[slot + s] : 1.0f;
 #pragma unroll
           for (int j = 0; j < kHeld; ++j) {
 #pragma unroll
             for (int c = 0; c < P::kSize; ++c)
-              sum[j][c] = math::fma(slots.weight[s], math::to_float(part[s][j].at[c]), sum[j][c]);
+              sum[j][c] = math::fma(weight, math::to_float(part[s][j].at[c]), sum[j][c]);
           }
         }
-        if (kOnce) break;
       }
 #pragma unroll
       for (int j = 0; j < kHeld; ++j) {
@@ -182,11 +232,9 @@ Status run_gather_sum(const Call& call, const TensorView& rows, const TensorView
       };
       // Few slots keep as many loads in flight through several packs of each.
       if (plan.top_k <= 2) {
-        run(gather_sum<P, 4, 2, true>);
-      } else if (plan.top_k <= 8) {
-        run(gather_sum<P, 1, 8, true>);
+        run(gather_sum<P, 4, 2>);
       } else {
-        run(gather_sum<P, 1, 8, false>);
+        run(gather_sum<P, 1, 8>);
       }
     });
   });

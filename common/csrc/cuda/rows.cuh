@@ -96,32 +96,8 @@ __device__ P scaled(float factor, P pack) {
   return pack;
 }
 
-// A grid in which some blocks call fill_rows: they lie among the others, behind whose traffic their
-// few reads disappear.
-struct FilledGrid {
-  int64_t fillers = 0, others = 0;
-
-  __host__ __device__ int64_t blocks() const { return fillers + others; }
-  // Which of the fillers this block is, or -1.
-  __device__ int64_t filler() const {
-    const int64_t block = blockIdx.x;
-    return fillers > 0 && block % stride() == 0 && block / stride() < fillers ? block / stride()
-                                                                              : -1;
-  }
-  // Which of the others it is.
-  __device__ int64_t other() const {
-    const int64_t block = blockIdx.x;
-    if (fillers == 0) return block;
-    const int64_t before = block / stride() + 1;
-    return block - (before < fillers ? before : fillers);
-  }
-
- private:
-  __device__ int64_t stride() const { return blocks() / fillers; }
-};
-
-// The rows that no slot writes, 0 without a slot and weight * x of its token else, in the `fillers`
-// of a grid. With the maps of one plan only padding is left for them, and
+// The rows that no slot writes, 0 without a slot and weight * x of its token else, in the first
+// `fill_blocks` blocks of a grid. With the maps of one plan only padding is left for them, and
 // without padding they read the maps. A warp takes 16 rows at a time, which are padding together
 // more often than not. `weights` may be null: 1.
 constexpr int kFillRows = 16;
@@ -130,12 +106,12 @@ inline int64_t fill_blocks(const Plan& plan) {
 }
 
 template <typename P>
-__device__ void fill_rows(const Plan& plan, const FilledGrid& grid, const P* x,
-                          const float* weights, P* rows) {
+__device__ void fill_rows(const Plan& plan, int64_t blocks, const P* x, const float* weights,
+                          P* rows) {
   const int64_t packs = plan.width / P::kSize;
   const int lane = lane_id();
-  for (int64_t first = (grid.filler() * kRowWarps + warp_id()) * kFillRows; first < plan.num_rows;
-       first += grid.fillers * kRowWarps * kFillRows) {
+  for (int64_t first = grid_warp() * kFillRows; first < plan.num_rows;
+       first += blocks * kRowWarps * kFillRows) {
     const int64_t mine = first + lane;
     int64_t slot = -1;
     bool left = lane < kFillRows && mine < plan.num_rows;

@@ -431,8 +431,8 @@ inline void sort_by_expert(Queue& queue, const SlotBlocks& slots, const Rows& ro
   queue.launch(count_slots, slots.blocks, kSortThreads, slots.pitch * sizeof(uint32_t), slots,
                counts);
   if (slots.scanned) {
-    queue.launch(scan_counts, ceil_div(slots.experts, kLanes), kLanes * kLanes, 0, slots,
-                       counts, rows.routed_counts);
+    queue.launch(scan_counts, ceil_div(slots.experts, kLanes), kLanes * kLanes, 0, slots, counts,
+                 rows.routed_counts);
   }
   queue.launch(place_slots, grid, kSortThreads, slots.shared_bytes(), slots, rows, counts);
 }

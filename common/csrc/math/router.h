@@ -24,19 +24,18 @@ enum class EpsMode { kAdd, kClamp };
 enum class Counts { kActual, kUnbiased };
 
 // Sums over the experts of a row: column c adds experts c, c + kColumns, c + 2 kColumns, ... in
-// order; lane l owns the kAdjacent neighbouring columns from kAdjacent l on (what a vector load of a
-// GPU thread holds) and joins them as (0 + 1) + (2 + 3); then the lanes are joined in a butterfly (l
-// with l ^ 16, 8, 4, 2, 1).
-// Sums over the slots of a token: lane l adds slots l, l + 32, l + 64, ... in order, then the same
-// butterfly.
+// order; lane l owns the kAdjacent neighbouring columns from kAdjacent l on (what a vector load of
+// a GPU thread holds) and joins them as (0 + 1) + (2 + 3); then the lanes are joined in a butterfly
+// (l with l ^ 16, 8, 4, 2, 1). Sums over the slots of a token: lane l adds slots l, l + 32, l + 64,
+// ... in order, then the same butterfly.
 constexpr int kLanes = 32;
 constexpr int kAdjacent = 4;
 constexpr int kColumns = kAdjacent * kLanes;
 
-// Sums over the tokens of a sequence: it is cut into chunks; within a chunk, stream j adds tokens j,
-// j + kStreams, ... in order, with fma; the streams are joined in order from 0. Strand i then adds
-// the sequence's chunks i, i + kStrands, ... in order, and the strands are joined in order from 0.
-// A call has about kChunks chunks, whatever the number of its tokens.
+// Sums over the tokens of a sequence: it is cut into chunks; within a chunk, stream j adds tokens
+// j, j + kStreams, ... in order, with fma; the streams are joined in order from 0. Strand i then
+// adds the sequence's chunks i, i + kStrands, ... in order, and the strands are joined in order
+// from 0. A call has about kChunks chunks, whatever the number of its tokens.
 constexpr int kStreams = 8;
 constexpr int kStrands = 16;
 constexpr int kChunks = 256;
