@@ -151,15 +151,15 @@ def test_verify_agrees_and_reports_every_op(dtype, score, tmp_path, capsys):
 def test_verify_finds_one_flipped_bit(perturbed, op, quantity, monkeypatch, tmp_path, capsys):
     from torch_frontend import bind
 
-    original = bind.call
+    original = bind.run
 
-    def flipping(spec, arrays, attributes):
-        outputs = original(spec, arrays, attributes)
+    def flipping(spec, inputs, values):
+        outputs = original(spec, inputs, values)
         if spec.name == perturbed:
             outputs[0].detach().view(torch.int32).view(-1)[3] ^= 1
         return outputs
 
-    monkeypatch.setattr(bind, "call", flipping)
+    monkeypatch.setattr(bind, "run", flipping)
     path = tmp_path / "report.json"
     assert cli.main(["verify", *SMALL, "--json", str(path)]) == 1
     report = json.loads(path.read_text())
