@@ -60,7 +60,7 @@ class Queue {
   }
 
   // Launches one cluster of blocks, of which there may be more than the portable 8; false, and
-  // nothing is launched, where the device cannot.
+  // nothing is launched, where the device cannot. A kernel always has the same blocks and threads.
   template <typename... Parameters, typename... Arguments>
   bool launch_cluster(void (*kernel)(Parameters...), int blocks, int threads,
                       const Arguments&... arguments) {
@@ -75,13 +75,7 @@ class Queue {
     config.stream = stream_;
     config.attrs = &cluster;
     config.numAttrs = 1;
-    int fitting = 0;
-    if (cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess ||
-        cudaOccupancyMaxActiveClusters(&fitting, kernel, &config) != cudaSuccess || fitting == 0) {
-      cudaGetLastError();  // the failure is no error of the call
-      return false;
-    }
+    if (!cluster_fits(reinterpret_cast<const void*>(kernel), config)) return false;
     check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
     return true;
   }
@@ -150,6 +144,33 @@ class Queue {
   const Status& status() const { return status_; }
 
  private:
+  // Whether the device can hold the cluster; the runtime is asked once per kernel and device.
+  bool cluster_fits(const void* kernel, const cudaLaunchConfig_t& config) {
+    struct Answer {
+      const void* kernel;
+      int device;
+      bool fits;
+    };
+    static std::mutex mutex;
+    static std::vector<Answer> answers;
+    int device = 0;
+    check(cudaGetDevice(&device));
+    if (!status_.ok()) return false;
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const Answer& a : answers) {
+      if (a.kernel == kernel && a.device == device) return a.fits;
+    }
+    int clusters = 0;
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
+            cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+      clusters = 0;
+      cudaGetLastError();  // the failure is no error of the call
+    }
+    answers.push_back({kernel, device, clusters > 0});
+    return clusters > 0;
+  }
+
   void check(cudaError_t error) {
     if (error != cudaSuccess) status_ = {std::string("CUDA error: ") + cudaGetErrorString(error)};
   }
