@@ -8,6 +8,7 @@
 
 #include <climits>
 
+#include "shared.cuh"
 #include "warp.h"
 
 namespace duomoe::cuda {
@@ -71,6 +72,20 @@ __device__ inline void count_greater(int& a, uint64_t x, uint64_t y) {
   asm("{\n\t.reg .pred p;\n\tsetp.gt.u64 p, %1, %2;\n\t@p add.s32 %0, %0, 1;\n\t}"
       : "+r"(a)
       : "l"(x), "l"(y));
+}
+
+// How many keys of a list of `count` in shared memory, which zeros follow, are above `key`.
+__device__ inline int count_above(uint64_t key, uint32_t keys, int count) {
+  int above = 0;
+#pragma unroll 1
+  for (const uint32_t end = keys + 8 * count; keys < end; keys += 32) {
+    const ulonglong2 one = load_shared_pair(keys), two = load_shared_pair(keys + 16);
+    count_greater(above, one.x, key);
+    count_greater(above, one.y, key);
+    count_greater(above, two.x, key);
+    count_greater(above, two.y, key);
+  }
+  return above;
 }
 
 }  // namespace duomoe::cuda

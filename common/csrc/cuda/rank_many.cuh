@@ -6,9 +6,7 @@
 // Values are finite.
 #pragma once
 
-#include <climits>
-
-#include "warp.h"
+#include "rank.cuh"
 
 namespace duomoe::cuda {
 
@@ -26,14 +24,8 @@ struct Found {
   int32_t best[kMaxTop];
 };
 
-// An integer with the order of the numbers x (-0 equals +0), and its inverse.
-__device__ inline int key_of(float x) {
-  const int bits = static_cast<int>(math::bits_of(x + 0.0f));
-  return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-__device__ inline float number_of(int key) {
-  return math::float_of(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
-}
+// signed_key with -0 equal to +0.
+__device__ inline int key_of(float x) { return signed_key(x + 0.0f); }
 
 // A bound that at least K <= 64 of the lanes' maxima reach, of which there are K or more, and -inf
 // in place of those that are not there; few others do unless they equal the K-th. Each round cuts
@@ -88,7 +80,7 @@ __device__ inline float bound_of_maxima(const Columns& maxima, bool all_there, i
     }
     if (reach <= enough) break;
   }
-  return number_of(low);
+  return value_of_signed_key(low);
 }
 
 // The same where all maxima are there and K is small, of the lanes' largest: by the rank of each.
@@ -106,7 +98,7 @@ __device__ inline float bound_of_lanes(const Columns& maxima, int top_k, Found& 
     if (four.z > own) ++better;
     if (four.w > own) ++better;
   }
-  return number_of(__reduce_min_sync(kAllLanes, better < top_k ? key_of(own) : INT_MAX));
+  return value_of_signed_key(__reduce_min_sync(kAllLanes, better < top_k ? key_of(own) : INT_MAX));
 }
 
 // found.best: the K of the `count` candidates that are first by (value descending, id ascending).

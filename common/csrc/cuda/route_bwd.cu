@@ -205,7 +205,7 @@ template <Score kScore, Rows kRows>
 __global__ void __launch_bounds__(kWarps* kLanes, kBlocks)
     route_bwd_rows(const __grid_constant__ RouteBwd a) {
   constexpr bool kSoftmax = kScore == Score::kSoftmax;
-  extern __shared__ float shared_memory[];
+  extern __shared__ __align__(16) float shared_memory[];
   const DType dtype = dtype_of<kRows>(a);
   const int experts = a.experts, top_k = a.top_k, lane = lane_id();
   const int padded = (experts + kAdjacent - 1) / kAdjacent * kAdjacent;

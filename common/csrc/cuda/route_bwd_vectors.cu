@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
   constexpr bool kPartial = kAny || kVectors == 1;      // E may be no multiple of 128
   constexpr bool kReload = !kSoftmax && kVectors == 3;  // slopes, for lack of registers
   constexpr int kNoEnd = std::numeric_limits<int>::max();
-  extern __shared__ float shared_memory[];
+  extern __shared__ __align__(16) float shared_memory[];
   const DType dtype = dtype_of<kRows>(a);
   const int experts = kPartial ? a.experts : kVectors * kColumns;
   const int padded = (experts + kAdjacent - 1) / kAdjacent * kAdjacent;

@@ -19,7 +19,7 @@ struct PairSpace {
   alignas(16) float bins[2][kHalf + kAdjacent];
   // The candidates' math::composite, then zeros.
   alignas(16) uint64_t keys[2][kLanes + kAdjacent + 2];  // room for SelectionSpace's
-  uint64_t best[2][kHalf];                               // id and what it is chosen by
+  uint64_t best[2][kHalf];                               // slot_word
   uint32_t ends[2];  // the address after the ids of the candidates
 };
 
@@ -67,24 +67,6 @@ __device__ inline int bins_above(float x, const float* bins) {
   return above;
 }
 
-// How many keys of a list of `count`, which zeros follow, are above `key`.
-__device__ inline int count_above(uint64_t key, uint32_t keys, int count) {
-  int above = 0;
-#pragma unroll 1
-  for (const uint32_t end = keys + 8 * count; keys < end; keys += 32) {
-    const ulonglong2 one = load_shared_pair(keys), two = load_shared_pair(keys + 16);
-    count_greater(above, one.x, key);
-    count_greater(above, one.y, key);
-    count_greater(above, two.x, key);
-    count_greater(above, two.y, key);
-  }
-  return above;
-}
-
-__device__ inline uint64_t slot_word(int32_t id, float chosen_by) {
-  return static_cast<uint32_t>(id) | static_cast<uint64_t>(math::bits_of(chosen_by)) << 32;
-}
-
 // One token's slots by the whole warp, from all of its values: `count` of them reach the bound,
 // whose ids are in the list. False, and nothing written, where that is no way for it.
 inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int count, float bound,
@@ -103,10 +85,7 @@ inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int 
     rank_candidates(count, top_k, keys, best, value.chosen_by);
   }
   Slot slot{0, 0.0f};
-  if (lane < top_k) {
-    const uint64_t word = load_shared(best + 8 * lane);
-    slot = {static_cast<int32_t>(word), math::float_of(static_cast<uint32_t>(word >> 32))};
-  }
+  if (lane < top_k) slot = load_slot(best + 8 * lane);
   const float weight = slot_weight(a.options, slot.chosen_by);
   if (lane < top_k) {
     a.indices[t * top_k + lane] = slot.id;
@@ -132,7 +111,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   constexpr bool kSoftmax = kScore == Score::kSoftmax;
   constexpr int kElements = Vectors::kElements, kThreads = kStreams * kLanes;
   constexpr int kExperts = kVectors * kColumns;
-  extern __shared__ float shared_memory[];
+  extern __shared__ __align__(16) float shared_memory[];
   __shared__ PairSpace spaces[kStreams];
   __shared__ float stream_logsumexp_sq[kStreams];
   __shared__ int32_t stream_tokens[kStreams];
@@ -306,10 +285,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
         store_shared(best + 8 * (half * kHalf + better), slot_word(id, chosen_by));
       __syncwarp();
       Slot slot{0, 0.0f};
-      if (half_lane < top_k) {
-        const uint64_t word = load_shared(best + 8 * lane);
-        slot = {static_cast<int32_t>(word), math::float_of(static_cast<uint32_t>(word >> 32))};
-      }
+      if (half_lane < top_k) slot = load_slot(best + 8 * lane);
       const float weight = half_slot_weight(a.options, slot.chosen_by);
       if (half_lane < top_k) {
         *ids_out = slot.id;

@@ -15,26 +15,6 @@ namespace duomoe::cuda {
 // score, counts of the routing; with logits of one dtype. kAny: everything.
 enum class VectorMode { kPlainFloat32, kPlainBFloat16, kAny };
 
-// Shared memory by address, which stays in a register.
-__device__ inline uint32_t shared_address(const void* data) {
-  auto address = static_cast<uint32_t>(__cvta_generic_to_shared(data));
-  asm volatile("" : "+r"(address));
-  return address;
-}
-__device__ inline void store_shared(uint32_t address, uint64_t x) {
-  asm volatile("st.shared.u64 [%0], %1;" : : "r"(address), "l"(x) : "memory");
-}
-__device__ inline uint64_t load_shared(uint32_t address) {
-  uint64_t x;
-  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(address) : "memory");
-  return x;
-}
-__device__ inline ulonglong2 load_shared_pair(uint32_t address) {
-  ulonglong2 x;
-  asm volatile("ld.shared.v2.u64 {%0, %1}, [%2];" : "=l"(x.x), "=l"(x.y) : "r"(address) : "memory");
-  return x;
-}
-
 // A group_shift with which all experts are in one group.
 constexpr int kNoGroups = 31;
 
@@ -42,14 +22,21 @@ constexpr int kNoGroups = 31;
 struct SelectionSpace {
   static constexpr int kRoom = 2 * kLanes;
   alignas(16) uint64_t candidates[kRoom + kAdjacent];  // math::composite, then zeros
-  uint64_t best[kLanes];                               // id and what it is chosen by
+  uint64_t best[kLanes];                               // slot_word
 };
 
-// A slot's expert and what it is chosen by, for lane k < K.
+// A slot's expert and what it is chosen by, for lane k < K; in shared memory as one word.
 struct Slot {
   int32_t id;
   float chosen_by;
 };
+__device__ inline uint64_t slot_word(int32_t id, float chosen_by) {
+  return static_cast<uint32_t>(id) | static_cast<uint64_t>(math::bits_of(chosen_by)) << 32;
+}
+__device__ inline Slot load_slot(uint32_t address) {
+  const uint64_t word = load_shared(address);
+  return {static_cast<int32_t>(word), math::float_of(static_cast<uint32_t>(word >> 32))};
+}
 
 // The value of an expert: chosen_by[e] + bias[e] * bias_factor, which is 0 or 1; -inf if its group
 // is out. Groups have 2^group_shift experts.
@@ -75,20 +62,10 @@ __device__ inline void rank_candidates(int count, int top_k, uint32_t candidates
   for (int first = 0; first < count; first += kLanes) {
     const int own = first + lane_id();
     const uint64_t key = load_shared(candidates + 8 * own);
-    int better = 0;
-#pragma unroll 1
-    for (uint32_t other = candidates; other < candidates + 8 * count; other += 32) {
-      const ulonglong2 one = load_shared_pair(other), two = load_shared_pair(other + 16);
-      count_greater(better, one.x, key);
-      count_greater(better, one.y, key);
-      count_greater(better, two.x, key);
-      count_greater(better, two.y, key);
-    }
+    const int better = count_above(key, candidates, count);
     if (own < count && better < top_k) {
       const int32_t id = math::id_of(key);
-      store_shared(best + 8 * better,
-                   static_cast<uint32_t>(id) | static_cast<uint64_t>(math::bits_of(chosen_by[id]))
-                                                   << 32);
+      store_shared(best + 8 * better, slot_word(id, chosen_by[id]));
     }
   }
   __syncwarp();
@@ -288,7 +265,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   using Vectors = VectorRow<kVectors>;
   constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kMode == VectorMode::kAny;
   constexpr int kElements = Vectors::kElements, kThreads = kStreams * kLanes;
-  extern __shared__ float shared_memory[];
+  extern __shared__ __align__(16) float shared_memory[];
   __shared__ SelectionSpace spaces[kStreams];
   __shared__ float stream_logsumexp_sq[kStreams];
   __shared__ int32_t stream_tokens[kStreams];
@@ -406,10 +383,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
         if (kAny && !a.groups.all_stay())
           kept_groups = Vectors::keep_best_groups(a.groups, group_shift, v, scratch);
         done = select(1.0f, kept_groups, bound);
-        if (done && lane < top_k) {
-          const uint64_t found = load_shared(best + 8 * lane);
-          slot = {static_cast<int32_t>(found), math::float_of(static_cast<uint32_t>(found >> 32))};
-        }
+        if (done && lane < top_k) slot = load_slot(best + 8 * lane);
       }
       if (kAny && done && a.separate_loss_counts) {
         __syncwarp();
