@@ -131,13 +131,14 @@ __global__ void fill_padding(TokenRange range, int64_t top_k, int32_t* indices, 
 // The memory of a call, in words, from shapes and options alone.
 struct Plan {
   int64_t experts, chunk_length, runs, chunks_per_run, stride;
-  bool separate_loss_counts;
+  bool separate_loss_counts, streams;
 
   explicit Plan(const Call& call) {
     const int64_t tokens = call.axis('T'), sequences = call.axis('S');
     const int64_t groups = call.integer("num_groups");
-    const bool plain = !call.in("given_indices").present() && !call.in("bias").present() &&
-                       (groups == 1 || call.integer("group_top_k") == groups);
+    const bool all_stay = groups == 1 || call.integer("group_top_k") == groups;
+    const bool plain =
+        !call.in("given_indices").present() && !call.in("bias").present() && all_stay;
     experts = call.axis('E');
     separate_loss_counts = call.choice<Counts>("counts") == Counts::kUnbiased && !plain;
     const bool slice = call.in("first_token").present();
@@ -149,14 +150,13 @@ struct Plan {
                                       : sequences;
     chunks_per_run = runs == 0 ? 0 : ceil_div(std::min(length, tokens), chunk_length);
     stride = (2 + separate_loss_counts) * experts + 2;
+    streams = needs_streams(experts, (1 + separate_loss_counts) * experts, all_stay ? 0 : groups);
   }
 
   int64_t chunks() const { return runs * chunks_per_run; }
   int64_t partial_words() const { return chunks() * stride; }
   int64_t stream_words() const {
-    return needs_streams(experts)
-               ? chunks() * math::kStreams * ceil_div(experts, kAdjacent) * kAdjacent
-               : 0;
+    return streams ? chunks() * math::kStreams * ceil_div(experts, kAdjacent) * kAdjacent : 0;
   }
 };
 

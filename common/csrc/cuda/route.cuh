@@ -2,16 +2,17 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // What the kernels of `route` share. One block sums the statistics of one chunk of tokens
-// (math/router.h); a second kernel joins the chunks. Four kernels do the routing, by the shape:
-//   route_cluster.cu  E <= 8, at most 8192 tokens: chunks are joined within the kernel
-//   route_lanes.cu    E <= 64: 1 to 16 lanes a token
-//   route_vectors.cu  E <= 512: a warp a token, its row in registers
+// (math/router.h); a second kernel, in route.cu, joins the chunks. The first of these that fits the
+// call does the routing:
+//   route_cluster.cu  E <= 8, K <= 8, one sequence of at most 8192 tokens: joins the chunks too
+//   route_lanes.cu    E <= 64, K <= 8: 1 to 8 lanes a token
+//   route_pairs.cu    E = 128, 256 or 384, K <= 16, no rare option: a warp two tokens at a time
+//   route_vectors.cu  E <= 512, K <= 32: a warp a token, its row in registers
 //   route_rows.cu     any other: a warp a token, its row in shared memory
 // All have a short way for the rows that occur in training and leave the others, row by row, to
 // route_token: rows that are not moderate, selections with too many candidates, rare options.
 #pragma once
 
-#include "rank.cuh"
 #include "route_row.cuh"
 #include "select.cuh"
 
@@ -55,7 +56,7 @@ struct Route {
   int64_t chunk_length, chunks_per_run;
   bool one_run;  // all tokens are of one sequence
   Partials partials;
-  float* streams;  // [chunks][kStreams][E as whole vectors] for route_rows.cu: see needs_streams
+  float* streams;  // [chunks][kStreams][E as whole vectors], if needs_streams
 
   __device__ Logits row(int64_t t) const {
     return {dtype, logits + t * experts * item_bytes(dtype)};
@@ -236,8 +237,10 @@ __device__ void write_partials(const Route& a, const int32_t* counts, bool copy_
   }
 }
 
-// Whether the streams' sums of a chunk may lack room in shared memory and so need the workspace.
-inline bool needs_streams(int64_t experts) { return experts > 2048; }
+// Whether the streams' sums of a chunk may lack room in the shared memory of some GPU, for
+// route_rows.cu, and so need the workspace. `count_words`: of Route; `group_keys`: groups of which
+// some leave, or 0.
+bool needs_streams(int64_t experts, int64_t count_words, int64_t group_keys);
 
 // The kernels; each routes all chunks. Threads and shared memory are chosen by the launching
 // functions, which return false where the kernel does not fit the call.

@@ -289,9 +289,9 @@ struct TokenLanes {
       v[i] = better[i / kAdjacent] < a.groups.kept ? v[i] : -math::infinity();
   }
 
-  template <typename Memory>
   // Routes token i of the chunk, whose row is in `raw` and which has row `in_tile` of the tile;
   // then `raw` is that of token `next`.
+  template <typename Memory>
   __device__ void route(int i, int in_tile, int next, Memory& to) {
     const bool there = i < chunk.tokens;
     const bool live = there && !(chunk.mask && !chunk.mask[i]);
