@@ -195,6 +195,7 @@ DUOMOE_KERNEL(kCuda, route) {
       .clear_expert_counts = sequences > 1,
       .chunk_length = plan.chunk_length,
       .chunks_per_run = std::max<int64_t>(1, plan.chunks_per_run),
+      .one_run = sequences == 1 && !call.in("first_token").present(),
       .partials = {.words = queue.scratch<uint32_t>(plan.partial_words()), .stride = plan.stride},
       .streams = queue.scratch<float>(plan.stream_words())};
 
