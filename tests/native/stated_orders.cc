@@ -149,7 +149,6 @@ struct SerialExecutor : duomoe::Executor {
   void parallel_for(int64_t count, const std::function<void(int64_t)>& task) override {
     while (count > 0) task(--count);
   }
-  void* scratch(size_t) override { return nullptr; }
 } executor;
 
 // Adds up one sequence's local tokens [begin, end); value(t) is a token's addend for `fma`.
