@@ -22,40 +22,17 @@ __device__ inline float value_of_signed_key(int key) {
   return math::float_of(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
 }
 
-// keys[p] == key becomes INT_MIN; the largest key that is left in the warp.
-template <int kParts>
-__device__ int next_largest(int (&keys)[kParts]) {
-  int largest = keys[0];
-#pragma unroll
-  for (int p = 1; p < kParts; ++p) largest = max(largest, keys[p]);
-  const int next = __reduce_max_sync(kAllLanes, largest);
-#pragma unroll
-  for (int p = 0; p < kParts; ++p) keys[p] = keys[p] == next ? INT_MIN : keys[p];
-  return next;
-}
-
-// The `rank`-th or, where `rank` is odd, the next largest distinct value among the kParts maxima of
-// every lane, or the smallest there is: a bound that at least `rank` of them reach, if there are so
-// many.
-template <int kParts>
-__device__ float bound_of_best(const float (&maxima)[kParts], int rank) {
-  int keys[kParts];
-  const auto reset = [&] {
-#pragma unroll
-    for (int p = 0; p < kParts; ++p)
-      keys[p] = maxima[p] > -math::infinity() ? signed_key(maxima[p]) : INT_MIN;
-  };
-  reset();
-  int bound = INT_MIN;
+// The `rank`-th largest of the lanes' maxima, equal ones counted one by one, or the smallest where
+// there are fewer: a bound that at least `rank` values reach. +inf where all are -inf.
+__device__ inline float bound_of_best(float maximum, int rank) {
+  int key = maximum > -math::infinity() ? signed_key(maximum) : INT_MIN, bound = INT_MIN;
 #pragma unroll 1
-  for (int r = rank; r > 0; r -= 2) {
-    next_largest(keys);
-    bound = next_largest(keys);
-  }
-  if (bound == INT_MIN) {  // fewer distinct values than rounds
-    reset();
-#pragma unroll 1
-    for (int next; (next = next_largest(keys)) != INT_MIN;) bound = next;
+  while (rank > 0) {
+    const int next = __reduce_max_sync(kAllLanes, key);
+    if (next == INT_MIN) break;
+    bound = next;
+    rank -= __popc(__ballot_sync(kAllLanes, key == next));
+    if (key == next) key = INT_MIN;
   }
   return bound == INT_MIN ? math::infinity() : value_of_signed_key(bound);
 }

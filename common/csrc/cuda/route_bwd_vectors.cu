@@ -137,7 +137,8 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
       float* const own_score = scores_of_row + id;
       float* const own_added = own_score + padded;
       float* const own_slope_at = own_added + padded;
-      if (used) *own_added = math::float_of(lane);
+      // Atomic, for lanes with one id may write to one place: which of them stays is all the same.
+      if (used) atomicExch(reinterpret_cast<int*>(own_added), lane);
       float magnitude = 0.0f;
       float z[kElements], x[kElements], slope[kElements],
           u[kElements];  // x: what P is proportional to
@@ -302,6 +303,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
       }
       __syncwarp();
       if (used) *own_added = -0.0f;
+      __syncwarp();
     }
     if (t >= last) break;
     __syncwarp();

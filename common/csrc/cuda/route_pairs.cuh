@@ -240,26 +240,30 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
 #pragma unroll
       for (int i = 1; i < kElements; ++i) maximum[p] = fmaxf(maximum[p], v[p][i]);
     }
-    // A bound that K values reach: the K-th of the maxima of 16 pairs of lanes, or of all lanes.
-    unsigned bins = 0;
+    // A bound that K values reach: the K-th of the maxima of 16 pairs of lanes, or of all lanes;
+    // equal ones count one by one.
     if (top_k <= kHalf / 2) {
       const float other = __shfl_xor_sync(kAllLanes, half ? maximum[0] : maximum[1], kHalf);
       const float x = fmaxf(half ? maximum[1] : maximum[0], other);
       space.bins[half][half_lane] = x;
       __syncwarp();
-      bins = __ballot_sync(kAllLanes, bins_above(x, space.bins[half]) == top_k - 1);
+      // The K-th has K - 1 above it, or fewer where it is one of equal ones.
+      const int above = bins_above(x, space.bins[half]);
+      unsigned kth = 0;
+      for (int n = top_k - 1; n >= 0; --n) {
+        const unsigned lanes = __ballot_sync(kAllLanes, above == n);
+        if ((kth & 0xffffu) == 0) kth |= lanes & 0xffffu;
+        if (kth >> kHalf == 0) kth |= lanes & 0xffff0000u;
+        if ((kth & 0xffffu) != 0 && kth >> kHalf != 0) break;
+      }
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         bound[p] =
-            __shfl_sync(kAllLanes, x, kHalf * p + __ffs(static_cast<int>(bins >> (kHalf * p))) - 1);
+            __shfl_sync(kAllLanes, x, kHalf * p + __ffs(static_cast<int>(kth >> (kHalf * p))) - 1);
       }
-    }
-    if ((bins & 0xffffu) == 0 || bins >> kHalf == 0) {  // ties, or a larger K
+    } else {
 #pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        const float one[1] = {maximum[p]};
-        bound[p] = bound_of_best(one, top_k);
-      }
+      for (int p = 0; p < 2; ++p) bound[p] = bound_of_best(maximum[p], top_k);
     }
     if (lane < 2) space.ends[lane] = ids + 4 * kExperts * lane;
     __syncwarp();

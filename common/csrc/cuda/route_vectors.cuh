@@ -130,9 +130,9 @@ struct VectorRow {
                                 uint32_t candidates, uint32_t best, float& bound) {
     Votes votes(v, bound);
     if (votes.count < top_k || votes.count > kLanes) {
-      float maximum[1] = {v[0]};
+      float maximum = v[0];
 #pragma unroll
-      for (int i = 1; i < kElements; ++i) maximum[0] = fmaxf(maximum[0], v[i]);
+      for (int i = 1; i < kElements; ++i) maximum = fmaxf(maximum, v[i]);
       // So that about twice K values reach it.
       bound = bound_of_best(maximum, min(top_k + top_k * 3 / 4, top_k + 8));
       votes = Votes(v, bound);
