@@ -23,8 +23,10 @@ from transformers_cases import CASES, WIDTH, Case
 pytestmark = [pytest.mark.jax, pytest.mark.torch]
 
 TOKENS = 256
-# Bounds in ulps of the dtype of the weights: what the model rounds to, ours is rounded to too.
-WEIGHT_ULPS = {"float32": 5, "bfloat16": 1, "rounds": 4}
+# Bounds in ulps of the dtype of the weights: what the model rounds to, ours is rounded to too. In
+# float32 a class is up to 6 from float64, since it rounds z - max z, which our moderate rows don't.
+WEIGHT_ULPS = {"float32": 8, "bfloat16": 1, "rounds": 4}
+OUR_ULPS = 4  # of ours from float64, in float32
 # Bounds of the gradient, in units of eps of its dtype times the row's largest weight and cotangent.
 GRADIENT_EPS = {"float32": 4, "bfloat16": 1, "rounds": 3}
 # Selection values closer than this, relative to the largest, are ties to one of the two sides.
@@ -115,6 +117,14 @@ def compare(
             np.take_along_axis(theirs, theirs_by_id, 1)[clear],
         ).max()
         assert distance <= WEIGHT_ULPS[kind], f"weights differ by {distance} ulp"
+        if kind == "float32":
+            exact = oracle.route(
+                logits=z_array.astype(np.float64),
+                bias=bias_array,
+                given_indices=our_ids,
+                **config.attributes(num_sequences=1),
+            )["weights"]
+            assert ulps(exact[clear], weights[clear]).max() <= OUR_ULPS
 
         cotangent = np.take_along_axis(per_expert.float().numpy(), our_ids.astype(np.int64), 1)
         (our_gradient,) = pull(cotangent)
