@@ -34,7 +34,7 @@ __device__ void claim_places(const float (&v)[kElements], float bound, uint32_t 
     asm volatile(
         "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %2, %3;\n\tmov.u32 %0, 0;\n\t"
         "@p atom.shared.add.u32 %0, [%1], 4;\n\t}"
-        : "=r"(place[i])
+        : "=&r"(place[i])
         : "r"(end), "f"(v[i]), "f"(bound)
         : "memory");
   }
