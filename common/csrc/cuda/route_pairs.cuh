@@ -96,6 +96,76 @@ inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int 
   return true;
 }
 
+// The groups' values of both tokens, on each lane of a group: that of the lane's j-th vector of
+// token p in values[p][j]. Groups have `lanes` whole lanes; `score_k` is 1 or 2.
+template <int kVectors>
+__device__ void group_values(const float (&v)[2][kAdjacent * kVectors], int lanes, int score_k,
+                             float (&values)[2][kVectors]) {
+  float second[2][kVectors];
+#pragma unroll
+  for (int n = 0; n < 2 * kVectors; ++n) {
+    const float* four = v[n / kVectors] + n % kVectors * kAdjacent;
+    const float a = fmaxf(four[0], four[1]), b = fminf(four[0], four[1]);
+    const float c = fmaxf(four[2], four[3]), d = fminf(four[2], four[3]);
+    values[n / kVectors][n % kVectors] = fmaxf(a, c);
+    second[n / kVectors][n % kVectors] = fmaxf(fminf(a, c), fmaxf(b, d));
+  }
+#pragma unroll
+  for (int width = 1; width < kLanes; width *= 2) {
+    if (width >= lanes) break;
+#pragma unroll
+    for (int n = 0; n < 2 * kVectors; ++n) {
+      float &first = values[n / kVectors][n % kVectors], &next = second[n / kVectors][n % kVectors];
+      const float other = __shfl_xor_sync(kAllLanes, first, width);
+      const float other_next = __shfl_xor_sync(kAllLanes, next, width);
+      next = fmaxf(fminf(first, other), fmaxf(next, other_next));
+      first = fmaxf(first, other);
+    }
+  }
+  if (score_k == 1) return;
+#pragma unroll
+  for (int n = 0; n < 2 * kVectors; ++n)
+    values[n / kVectors][n % kVectors] += second[n / kVectors][n % kVectors];
+}
+
+// Sets the values of all groups but the best to -inf, for both tokens; the bits of the best. Groups
+// have 2^shift experts, and there are 16 at most.
+template <int kVectors>
+__device__ void keep_best_groups(const Groups& groups, int shift,
+                                 float (&v)[2][kAdjacent * kVectors], PairSpace& space,
+                                 unsigned (&kept)[2]) {
+  const int lanes = 1 << shift >> 2, lane = lane_id(), half_lane = lane % kHalf;
+  float values[2][kVectors];
+  group_values<kVectors>(v, lanes, groups.score_k, values);
+  const auto group_of = [&](int j) { return (j * kColumns + kAdjacent * lane) >> shift; };
+  if ((lane & (lanes - 1)) == 0) {
+#pragma unroll
+    for (int n = 0; n < 2 * kVectors; ++n) {
+      const int group = group_of(n % kVectors);
+      space.keys[n / kVectors][group] =
+          composite_of_number(values[n / kVectors][n % kVectors], group);
+    }
+  }
+  if (lane < 2 * kAdjacent) space.keys[lane / kAdjacent][groups.count + lane % kAdjacent] = 0;
+  __syncwarp();
+  const uint64_t* keys = space.keys[lane / kHalf];
+  const bool there = half_lane < groups.count;
+  const uint64_t key = there ? keys[half_lane] : 0;
+  const int better = count_above(key, shared_address(keys), groups.count);
+  const unsigned best = __ballot_sync(kAllLanes, there && better < groups.kept);
+#pragma unroll
+  for (int p = 0; p < 2; ++p) {
+    kept[p] = best >> (kHalf * p) & 0xffffu;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const bool stays = kept[p] >> group_of(j) & 1;
+#pragma unroll
+      for (int i = 0; i < kAdjacent; ++i)
+        v[p][kAdjacent * j + i] = stays ? v[p][kAdjacent * j + i] : -math::infinity();
+    }
+  }
+}
+
 // slot_weight for the lanes of a half, K <= 16.
 __device__ inline float half_slot_weight(const RouterOptions& options, float score) {
   float sum = score;
@@ -220,7 +290,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
 
     typename Vectors::Values v[2];
     float maximum[2], bound[2];
-    unsigned kept_groups[2];
+    unsigned kept_groups[2] = {~0u, ~0u};
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
 #pragma unroll
@@ -231,11 +301,11 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       }
 #pragma unroll
       for (int i = 0; i < kElements; ++i) v[p][i] = s[p][i] + b[i];
-      kept_groups[p] = ~0u;
-      if (kGrouped) {
-        kept_groups[p] = Vectors::keep_best_groups(a.groups, group_shift, v[p],
-                                                   reinterpret_cast<float*>(space.keys[p]));
-      }
+    }
+    if constexpr (kGrouped)
+      keep_best_groups<kVectors>(a.groups, group_shift, v, space, kept_groups);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
       maximum[p] = v[p][0];
 #pragma unroll
       for (int i = 1; i < kElements; ++i) maximum[p] = fmaxf(maximum[p], v[p][i]);
