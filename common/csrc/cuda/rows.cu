@@ -232,7 +232,7 @@ Status run_gather_sum(const Call& call, const TensorView& rows, const TensorView
       };
       // Few slots keep as many loads in flight through several packs of each.
       if (plan.top_k <= 2) {
-        run(gather_sum<P, 4, 2>);
+        run(gather_sum<P, 2, 2>);
       } else {
         run(gather_sum<P, 1, 8>);
       }
