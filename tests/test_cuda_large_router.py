@@ -82,8 +82,10 @@ def test_route(sequences: int, e: int, k: int, score: str, dtype: Any) -> None:
         counts += part.pop("expert_counts")
         for name, want in part.items():
             got = routing[name][t if name in ("weights", "indices") else s]
-            if name in ("score_sums", "logsumexp_sq"):  # a call's chunks depend on its tokens
-                torch.testing.assert_close(got, want, rtol=LENGTH * 2.0**-24, atol=0)
+            if name in ("score_sums", "logsumexp_sq"):
+                # A call's chunks depend on its tokens. Roundings of random signs come to some
+                # sqrt(LENGTH) 2^-24; a token that is left out, to 1 / LENGTH.
+                torch.testing.assert_close(got, want, rtol=4 * LENGTH**0.5 * 2.0**-24, atol=0)
             else:
                 assert torch.equal(got, want), (name, s)
         cotangents = {n: g[t if n == "grad_weights" else s] for n, g in grads.items()}

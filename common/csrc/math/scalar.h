@@ -47,25 +47,34 @@ DUOMOE_FN float masked(uint32_t mask, float x) { return float_of(bits_of(x) & ma
 
 DUOMOE_FN float infinity() { return float_of(0x7f800000u); }
 
-// e^c = 2^n p for |c| <= 130, c = n ln2 + r with a polynomial of degree 7 in r for p (coefficients:
-// SLEEF's expf, u10). `shift` is 1.5 * 2^23 plus a small even number, so that c log2(e) + shift
-// rounds to the integer n + shift, whose low bits are in `shifted`.
+// c = n ln2 + r for |c| <= 130 with an integer n and |r| <= ln2 / 2. `shift` is 1.5 * 2^23 plus a
+// small even number, so that c log2(e) + shift rounds to the integer n + shift, whose low bits are
+// in `shifted`.
+struct ExpArgument {
+  float r;
+  uint32_t shifted;
+};
+DUOMOE_FN ExpArgument reduce_exp(float c, float shift) {
+  const float shifted = fma(c, 1.44269504088896341f, shift);
+  const float n = shifted - shift;
+  const float r = fma(n, -0.693145751953125f, c);
+  return {fma(n, -1.42860682030941723212e-6f, r), bits_of(shifted)};
+}
+
+// e^c = 2^n p with a polynomial of degree 7 in r for p (coefficients: SLEEF's expf, u10).
 struct ExpParts {
   float p;
   uint32_t shifted;
 };
 DUOMOE_FN ExpParts exp_parts(float c, float shift) {
-  const float shifted = fma(c, 1.44269504088896341f, shift);
-  const float n = shifted - shift;
-  float r = fma(n, -0.693145751953125f, c);
-  r = fma(n, -1.42860682030941723212e-6f, r);
+  const auto [r, shifted] = reduce_exp(c, shift);
   float q = 0.000198527617612853646278381f;
   q = fma(q, r, 0.00139304355252534151077271f);
   q = fma(q, r, 0.00833336077630519866943359f);
   q = fma(q, r, 0.0416664853692054748535156f);
   q = fma(q, r, 0.166666671633720397949219f);
   q = fma(q, r, 0.5f);
-  return {fma(r * r, q, r) + 1.0f, bits_of(shifted)};
+  return {fma(r * r, q, r) + 1.0f, shifted};
 }
 
 // e^x, 1 ulp: 2^n is applied in two steps so that results down to the smallest denormal are rounded
@@ -87,10 +96,7 @@ DUOMOE_FN float exp(float x) {
 // and n is added to the exponent field of p, whose value and whose result are normal.
 constexpr float kModerate = 60.0f;
 DUOMOE_FN float exp_moderate(float x) {
-  const float shifted = fma(x, 1.44269504088896341f, 12582912.0f);
-  const float n = shifted - 12582912.0f;
-  float r = fma(n, -0.693145751953125f, x);
-  r = fma(n, -1.42860682030941723212e-6f, r);
+  const auto [r, shifted] = reduce_exp(x, 12582912.0f);
   float p = 0.0013814466936371871f;
   p = fma(p, r, 0.00836878040971272f);
   p = fma(p, r, 0.041668394213284596f);
@@ -98,7 +104,7 @@ DUOMOE_FN float exp_moderate(float x) {
   p = fma(p, r, 0.49999993412490323f);
   p = fma(p, r, 1.0f);
   p = fma(p, r, 1.0f);
-  return float_of(bits_of(p) + (bits_of(shifted) << 23));
+  return float_of(bits_of(p) + (shifted << 23));
 }
 
 // 1 / x, correctly rounded, for x in [2^-100, 2^100]. One Newton step from an estimate that is off
