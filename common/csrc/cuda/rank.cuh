@@ -51,6 +51,27 @@ __device__ inline void count_greater(int& a, uint64_t x, uint64_t y) {
       : "l"(x), "l"(y));
 }
 
+__device__ inline void count_greater(int& a, float x, float y) {
+  asm("{\n\t.reg .pred p;\n\tsetp.gt.f32 p, %1, %2;\n\t@p add.s32 %0, %0, 1;\n\t}"
+      : "+r"(a)
+      : "f"(x), "f"(y));
+}
+
+// How many of the `kCount` keys from address `keys` on are above `key`.
+template <int kCount>
+__device__ int count_above(uint64_t key, uint32_t keys) {
+  int above[4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const ulonglong2 one = load_shared_pair(keys + 8 * i), two = load_shared_pair(keys + 8 * i + 16);
+    count_greater(above[0], one.x, key);
+    count_greater(above[1], one.y, key);
+    count_greater(above[2], two.x, key);
+    count_greater(above[3], two.y, key);
+  }
+  return (above[0] + above[1]) + (above[2] + above[3]);
+}
+
 // How many keys of a list of `count` in shared memory, which zeros follow, are above `key`.
 __device__ inline int count_above(uint64_t key, uint32_t keys, int count) {
   int above = 0;

@@ -159,7 +159,9 @@ __device__ inline float divided_weight(const RouterOptions& options, float score
   const float value =
       math::weight_divisor(options.normalize, options.eps_mode, sum, options.eps).value;
   const bool used = score > 0.0f;
-  const float weight = (used ? score : 1.0f) / (used ? value : 1.0f) * options.scale;
+  const float a = used ? score : 1.0f, b = used ? value : 1.0f;
+  // A moderate row's scores and their sums are normal numbers of moderate size.
+  const float weight = (options.eps <= 1.0f ? math::quotient(a, b) : a / b) * options.scale;
   return used ? weight : 0.0f;
 }
 // For K <= 32 and slot k in lane k.

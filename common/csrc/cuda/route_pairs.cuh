@@ -20,51 +20,62 @@ struct PairSpace {
   // The candidates' math::composite, then zeros.
   alignas(16) uint64_t keys[2][kLanes + kAdjacent + 2];  // room for SelectionSpace's
   uint64_t best[2][kHalf];                               // slot_word
-  uint32_t ends[2];  // the address after the ids of the candidates
+  uint32_t claimed;            // places of the lists that are taken, 16 bits for each token
 };
 
-// Appends the ids of the values that reach the bound to a list, at the address that the word `end`
-// of shared memory holds. Their order is open, and has no part in the result. All places are asked
-// for before the first is used.
+// How many of a lane's values reach the bounds: the first token's in the low half, the second's in
+// the high one. Added up as floats, since integer additions share a pipe with the comparisons.
 template <int kElements>
-__device__ void claim_places(const float (&v)[kElements], float bound, uint32_t end,
-                             uint32_t (&place)[kElements]) {
+__device__ uint32_t count_reaching(const float (&v)[2][kElements], const float (&bound)[2]) {
+  constexpr float kIntegers = 0x1p23f;  // from here on the lowest bit of a float is 1
+  float count[2] = {kIntegers, 0.0f};
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %2, %3;\n\tmov.u32 %0, 0;\n\t"
-        "@p atom.shared.add.u32 %0, [%1], 4;\n\t}"
-        : "=&r"(place[i])
-        : "r"(end), "f"(v[i]), "f"(bound)
-        : "memory");
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      float one;
+      asm("set.ge.f32.f32 %0, %1, %2;" : "=f"(one) : "f"(v[p][i]), "f"(bound[p]));
+      count[p] += one;
+    }
   }
+  return math::bits_of(math::fma(count[1], 65536.0f, count[0])) - math::bits_of(kIntegers);
 }
+
+// Writes the ids of the values that reach the bounds to the places from `place` on, whose order is
+// open and has no part in the result. `id` is that of the lane's first element.
 template <int kElements>
-__device__ void write_ids(const uint32_t (&place)[kElements], int id) {
+__device__ void write_ids(const float (&v)[2][kElements], const float (&bound)[2],
+                          uint32_t (&place)[2], int id) {
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      asm volatile(
+          "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %1, %2;\n\t@p st.shared.u32 [%0], %3;\n\t"
+          "@p add.u32 %0, %0, 4;\n\t}"
+          : "+r"(place[p])
+          : "f"(v[p][i]), "f"(bound[p]), "r"(id)
+          : "memory");
+    }
     // The step is made here lest the compiler keep all ids in registers.
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.u32 p, %1, 0;\n\t@p st.shared.u32 [%1], %0;\n\t"
-        "add.u32 %0, %0, %2;\n\t}"
-        : "+r"(id)
-        : "r"(place[i]), "r"(i % kAdjacent == kAdjacent - 1 ? kColumns - kAdjacent + 1 : 1)
-        : "memory");
+    asm volatile("add.u32 %0, %0, %1;"
+                 : "+r"(id)
+                 : "r"(i % kAdjacent == kAdjacent - 1 ? kColumns - kAdjacent + 1 : 1));
   }
 }
 
 // How many of `bins` are above x.
 __device__ inline int bins_above(float x, const float* bins) {
-  int above = 0;
+  int above[kAdjacent] = {};
 #pragma unroll
-  for (int i = 0; i < kHalf; i += 4) {
+  for (int i = 0; i < kHalf; i += kAdjacent) {
     const float4 four = *reinterpret_cast<const float4*>(bins + i);
-    above += four.x > x;
-    above += four.y > x;
-    above += four.z > x;
-    above += four.w > x;
+    count_greater(above[0], four.x, x);
+    count_greater(above[1], four.y, x);
+    count_greater(above[2], four.z, x);
+    count_greater(above[3], four.w, x);
   }
-  return above;
+  return (above[0] + above[1]) + (above[2] + above[3]);
 }
 
 // One token's slots by the whole warp, from all of its values: `count` of them reach the bound,
@@ -207,7 +218,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   int32_t* counts = reinterpret_cast<int32_t*>(bias + kExperts);
   PairSpace& space = spaces[warp];
   const uint32_t ids = shared_address(lists), keys = shared_address(space.keys),
-                 best = shared_address(space.best), ends = shared_address(space.ends);
+                 best = shared_address(space.best);
 #pragma unroll 1
   for (int i = static_cast<int>(threadIdx.x); i < kExperts; i += kThreads) counts[i] = 0;
 
@@ -290,6 +301,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
 
     typename Vectors::Values v[2];
     float maximum[2], bound[2];
+    if (lane == 0) space.claimed = 0;
     unsigned kept_groups[2] = {~0u, ~0u};
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
@@ -319,12 +331,11 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       __syncwarp();
       // The K-th has K - 1 above it, or fewer where it is one of equal ones.
       const int above = bins_above(x, space.bins[half]);
-      unsigned kth = 0;
-      for (int n = top_k - 1; n >= 0; --n) {
+      unsigned kth = __ballot_sync(kAllLanes, above == top_k - 1);
+      for (int n = top_k - 2; n >= 0 && ((kth & 0xffffu) == 0 || kth >> kHalf == 0); --n) {
         const unsigned lanes = __ballot_sync(kAllLanes, above == n);
         if ((kth & 0xffffu) == 0) kth |= lanes & 0xffffu;
         if (kth >> kHalf == 0) kth |= lanes & 0xffff0000u;
-        if ((kth & 0xffffu) != 0 && kth >> kHalf != 0) break;
       }
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
@@ -334,16 +345,15 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     } else {
 #pragma unroll
       for (int p = 0; p < 2; ++p) bound[p] = bound_of_best(maximum[p], top_k);
+      __syncwarp();
     }
-    if (lane < 2) space.ends[lane] = ids + 4 * kExperts * lane;
+    const uint32_t own = count_reaching(v, bound);
+    uint32_t first = 0;
+    if (own != 0) first = atomicAdd(&space.claimed, own);
+    uint32_t place[2] = {ids + 4 * (first & 0xffffu), ids + 4 * (kExperts + (first >> 16))};
+    write_ids(v, bound, place, kAdjacent * lane);
     __syncwarp();
-    uint32_t place[2][kElements];
-#pragma unroll
-    for (int p = 0; p < 2; ++p) claim_places(v[p], bound[p], ends + 4 * p, place[p]);
-#pragma unroll
-    for (int p = 0; p < 2; ++p) write_ids(place[p], kAdjacent * lane);
-    __syncwarp();
-    const int own_count = static_cast<int>(space.ends[half] - ids) / 4 - half * kExperts;
+    const int own_count = static_cast<int>(space.claimed >> (16 * half) & 0xffffu);
     const bool short_way = own_count >= top_k && own_count <= kHalf;
     if (moderate && left > 1 && __all_sync(kAllLanes, short_way)) {
       const uint32_t own_keys = keys + half * static_cast<uint32_t>(sizeof(space.keys[0]));
@@ -354,7 +364,9 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
           half_lane < own_count ? composite_of_number(chosen_by + bias[id], id) : 0;
       store_shared(own_keys + 8 * half_lane, key);
       __syncwarp();
-      const int better = count_above(key, own_keys, __reduce_max_sync(kAllLanes, own_count));
+      int better = count_above<3 * kAdjacent>(key, own_keys);
+      if (__any_sync(kAllLanes, own_count > 3 * kAdjacent))
+        better += count_above<kAdjacent>(key, own_keys + 8 * 3 * kAdjacent);
       if (half_lane < own_count && better < top_k)
         store_shared(best + 8 * (half * kHalf + better), slot_word(id, chosen_by));
       __syncwarp();

@@ -119,6 +119,17 @@ DUOMOE_FN float reciprocal(float x) {
 #endif
 }
 
+// a / b, correctly rounded, for positive a and b in [2^-96, 2^30]: one Newton step from the rounded
+// product with 1 / b, whose residual is exact.
+DUOMOE_FN float quotient(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  const float y = reciprocal(b), q = a * y;
+  return ::fmaf(y, ::fmaf(-b, q, a), q);
+#else
+  return a / b;
+#endif
+}
+
 // 2^63 e^x for x <= 0 or NaN, which is normal; 0 below `lowest`, which is -130 or more. n is in
 // [-188, 0]: with 63 + 127 in the shift the exponent field of 2^(n + 63) is the low bits of the
 // shifted number. A NaN passes through p.
