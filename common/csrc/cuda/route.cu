@@ -1,7 +1,5 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
-#include <type_traits>
-
 #include "route.cuh"
 
 namespace duomoe::cuda {
@@ -9,25 +7,29 @@ namespace {
 
 constexpr int kThreads = 256;
 
+// Columns that one block of join_chunks reads: a sector of memory of each chunk, in many small
+// blocks, since one multiprocessor reads few bytes a cycle.
+constexpr int kColumnsOfBlock = 8;
+
 // A strand's chunks that are read at once; a call has about kChunks.
 constexpr int kBatch = math::kChunks / math::kStrands;
 
-// One block joins kColumns columns of one sequence: strand i of math/router.h is added up by the
+// One block joins kColumnsOfBlock columns of one sequence: strand i of math/router.h is added up by the
 // threads of row i. The last of the E + 1 columns is logsumexp^2, whose counts are the tokens.
-template <int kColumns, bool kLossCounts>
-__global__ void __launch_bounds__(kColumns* math::kStrands)
+template <bool kLossCounts>
+__global__ void __launch_bounds__(kColumnsOfBlock* math::kStrands)
     join_chunks(const __grid_constant__ Route a, const Join to) {
-  __shared__ float sums[math::kStrands][kColumns];
-  __shared__ int32_t counts[math::kStrands][kColumns];
-  __shared__ int32_t loss_counts[kLossCounts ? math::kStrands : 1][kColumns];
-  const int experts = a.experts, column = static_cast<int>(threadIdx.x) % kColumns;
-  const int strand = static_cast<int>(threadIdx.x) / kColumns;
+  __shared__ float sums[math::kStrands][kColumnsOfBlock];
+  __shared__ int32_t counts[math::kStrands][kColumnsOfBlock];
+  __shared__ int32_t loss_counts[kLossCounts ? math::kStrands : 1][kColumnsOfBlock];
+  const int experts = a.experts, column = static_cast<int>(threadIdx.x) % kColumnsOfBlock;
+  const int strand = static_cast<int>(threadIdx.x) / kColumnsOfBlock;
   int64_t s = 0;
-  int e = static_cast<int>(blockIdx.x) * kColumns + column;
+  int e = static_cast<int>(blockIdx.x) * kColumnsOfBlock + column;
   if (to.sequences > 1) {
-    const unsigned groups = static_cast<unsigned>(experts + kColumns) / kColumns;
+    const unsigned groups = static_cast<unsigned>(experts + kColumnsOfBlock) / kColumnsOfBlock;
     s = blockIdx.x / groups;
-    e = static_cast<int>(blockIdx.x % groups) * kColumns + column;
+    e = static_cast<int>(blockIdx.x % groups) * kColumnsOfBlock + column;
   }
   int64_t at = s;
   int chunks = to.runs > 0 ? static_cast<int>(a.chunks_per_run) : 0;
@@ -47,7 +49,7 @@ __global__ void __launch_bounds__(kColumns* math::kStrands)
     const int64_t step = math::kStrands * a.partials.stride;
     const uint32_t* words =
         a.partials.words + (at * a.chunks_per_run + strand) * a.partials.stride + e;
-    const int to_count = e < experts ? experts + 2 : 1;
+    const int64_t to_count = e < experts ? a.partials.counts_at() : 1;
 #pragma unroll 1
     for (int left = (chunks - strand + math::kStrands - 1) / math::kStrands; left > 0;
          left -= kBatch) {
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kColumns* math::kStrands)
     return x;
   };
   // Three warps at once.
-  constexpr int kRowsOfWarp = kLanes / kColumns;
+  constexpr int kRowsOfWarp = kLanes / kColumnsOfBlock;
   if (strand == 0) {
     const float all = total(0.0f, sums);
     (e < experts ? to.score_sums[s * experts + e] : to.logsumexp_sq[s]) = all;
@@ -105,17 +107,9 @@ __global__ void __launch_bounds__(kColumns* math::kStrands)
 }
 
 void launch_join(Queue& queue, const Route& a, const Join& join) {
-  const auto launch = [&]<int kColumns>(std::integral_constant<int, kColumns>) {
-    queue.launch(
-        a.separate_loss_counts ? join_chunks<kColumns, true> : join_chunks<kColumns, false>,
-        join.sequences * ceil_div(a.experts + 1, kColumns), kColumns * math::kStrands, 0, a, join);
-  };
-  // Few columns in few threads.
-  if (a.experts < kLanes / 2) {
-    launch(std::integral_constant<int, kLanes / 2>{});
-  } else {
-    launch(std::integral_constant<int, kLanes>{});
-  }
+  queue.launch(a.separate_loss_counts ? join_chunks<true> : join_chunks<false>,
+               join.sequences * ceil_div(a.experts + 1, kColumnsOfBlock),
+               kColumnsOfBlock * math::kStrands, 0, a, join);
 }
 
 // The slots of the slice's padding tokens.
@@ -149,7 +143,7 @@ struct Plan {
            : slice                    ? std::min(sequences, ceil_div(tokens, length) + 1)
                                       : sequences;
     chunks_per_run = runs == 0 ? 0 : ceil_div(std::min(length, tokens), chunk_length);
-    stride = (2 + separate_loss_counts) * experts + 2;
+    stride = Partials::stride_of(experts, (1 + separate_loss_counts) * experts);
     streams = needs_streams(experts, (1 + separate_loss_counts) * experts, all_stay ? 0 : groups);
   }
 
@@ -196,7 +190,9 @@ DUOMOE_KERNEL(kCuda, route) {
       .chunk_length = plan.chunk_length,
       .chunks_per_run = std::max<int64_t>(1, plan.chunks_per_run),
       .one_run = sequences == 1 && !call.in("first_token").present(),
-      .partials = {.words = queue.scratch<uint32_t>(plan.partial_words()), .stride = plan.stride},
+      .partials = {.words = queue.scratch<uint32_t>(plan.partial_words()),
+                   .experts = static_cast<int>(experts),
+                   .stride = plan.stride},
       .streams = queue.scratch<float>(plan.stream_words())};
 
   if (call.in("first_token").present()) {

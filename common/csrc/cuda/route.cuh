@@ -18,21 +18,28 @@
 
 namespace duomoe::cuda {
 
-// A chunk's results: [E] sums of P, the sum of logsumexp^2, the number of tokens, [E] counts of
-// slots and, where the loss counts another selection, [E] counts of that.
+// A chunk's results: [E] sums of P, the sum of logsumexp^2, the number of tokens; from a multiple of
+// eight words on [E] counts of slots and, where the loss counts another selection, [E] counts of
+// that.
 struct Partials {
   uint32_t* words;
-  int64_t stride;  // words of a chunk
+  int experts;
+  int64_t stride;  // words of a chunk, a multiple of eight
 
+  static __host__ __device__ int64_t whole_sectors(int64_t words) { return (words + 7) / 8 * 8; }
+  static int64_t stride_of(int64_t experts, int64_t count_words) {
+    return whole_sectors(whole_sectors(experts + 2) + count_words);
+  }
+  __host__ __device__ int64_t counts_at() const { return whole_sectors(experts + 2); }
   __device__ float* sums(int64_t chunk) const {
     return reinterpret_cast<float*>(words + chunk * stride);
   }
-  __device__ float* logsumexp_sq(int64_t chunk, int experts) const { return sums(chunk) + experts; }
-  __device__ int32_t* tokens(int64_t chunk, int experts) const {
+  __device__ float* logsumexp_sq(int64_t chunk) const { return sums(chunk) + experts; }
+  __device__ int32_t* tokens(int64_t chunk) const {
     return reinterpret_cast<int32_t*>(words + chunk * stride + experts + 1);
   }
-  __device__ int32_t* counts(int64_t chunk, int experts) const {
-    return reinterpret_cast<int32_t*>(words + chunk * stride + experts + 2);
+  __device__ int32_t* counts(int64_t chunk) const {
+    return reinterpret_cast<int32_t*>(words + chunk * stride + counts_at());
   }
 };
 
@@ -190,14 +197,20 @@ class LogSumExps {
 
  private:
   __device__ void flush() {
-    const float value = ready_ >> lane_id() & 1 ? mine_ : math::log(mine_);
-    for (int i = 0; i < held_; ++i) {
-      const float one = __shfl_sync(kAllLanes, value, i);
-      sum_ = math::fma(one, one, sum_);
-    }
+    sum_ = sum_and_squares(sum_, mine_, ready_, held_);
     count_ += held_;
     held_ = 0;
     ready_ = 0;
+  }
+  // Out of line, lest the loop over tokens become long.
+  static __device__ __noinline__ float sum_and_squares(float sum, float mine, unsigned ready,
+                                                       int held) {
+    const float value = ready >> lane_id() & 1 ? mine : math::log(mine);
+    for (int i = 0; i < held; ++i) {
+      const float one = __shfl_sync(kAllLanes, value, i);
+      sum = math::fma(one, one, sum);
+    }
+    return sum;
   }
 
   int held_ = 0;
@@ -222,7 +235,7 @@ __device__ void write_partials(const Route& a, const int32_t* counts, bool copy_
     sums[e] = sum;
   }
   if (copy_counts) {
-    int32_t* to = a.partials.counts(blockIdx.x, experts);
+    int32_t* to = a.partials.counts(blockIdx.x);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += threads)
       to[i] = counts[i];
@@ -234,8 +247,8 @@ __device__ void write_partials(const Route& a, const int32_t* counts, bool copy_
       sum += stream_logsumexp_sq[j];
       tokens += stream_tokens[j];
     }
-    *a.partials.logsumexp_sq(blockIdx.x, experts) = sum;
-    *a.partials.tokens(blockIdx.x, experts) = tokens;
+    *a.partials.logsumexp_sq(blockIdx.x) = sum;
+    *a.partials.tokens(blockIdx.x) = tokens;
   }
 }
 

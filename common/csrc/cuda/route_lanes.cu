@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
     streams[(thread - (threads - kStreams)) * kStride + kPadded] = logsumexp_sq;
   __syncthreads();
   float* partial_sums = a.partials.sums(blockIdx.x);
-  int32_t* partial_counts = a.partials.counts(blockIdx.x, a.experts);
+  int32_t* partial_counts = a.partials.counts(blockIdx.x);
 #pragma unroll 1
   for (int i = thread; i <= a.experts; i += threads) {
     const float* mine = streams + (i < a.experts ? i : kPadded);
@@ -102,8 +102,7 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes) route_lanes(const __grid_co
 #pragma unroll
     for (int j = 0; j < kStreams; ++j) sum += mine[j * kStride];
     partial_sums[i] = sum;
-    // The number of tokens is before the counts.
-    if (i == a.experts) partial_counts[-1] = memory.tokens;
+    if (i == a.experts) *a.partials.tokens(blockIdx.x) = memory.tokens;
   }
 #pragma unroll 1
   for (int i = thread; i < count_words; i += threads) partial_counts[i] = memory.counts[i];

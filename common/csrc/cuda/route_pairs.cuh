@@ -107,6 +107,27 @@ inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int 
   return true;
 }
 
+// What is left of a token that was routed on its own: whether, and from what, its statistics are
+// still to be taken.
+struct Rest {
+  bool statistics;
+  float share, logsumexp;
+};
+
+// Routes token t by the whole warp. `values.chosen_by` are its scores, to be overwritten with P /
+// share where its statistics are left. Out of line, lest the loop over tokens become long.
+template <Score kScore>
+__device__ __noinline__ Rest route_alone(const Route& a, int64_t t, bool moderate, int count,
+                                         float bound, const SharedValues& values,
+                                         const int32_t* list, PairSpace& space, int32_t* counts) {
+  if (moderate && finish_token(a, t, count, bound, values, list, space, counts)) return {};
+  __syncwarp();
+  float* scores = const_cast<float*>(values.chosen_by);
+  Row row{.score = kScore, .experts = values.experts, .z = a.row(t), .s = scores};
+  route_token(a, t, row, reinterpret_cast<uint32_t*>(space.keys[0]), counts, counts);
+  return {.statistics = !moderate, .share = row.share, .logsumexp = row.logsumexp};
+}
+
 // The groups' values of both tokens, on each lane of a group: that of the lane's j-th vector of
 // token p in values[p][j]. Groups have `lanes` whole lanes; `score_k` is 1 or 2.
 template <int kVectors>
@@ -201,6 +222,14 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   const int warp = warp_id(), lane = lane_id(), top_k = a.top_k;
   int64_t t = chunk.begin + warp;
   int left = t < chunk.end ? static_cast<int>((chunk.end - t + kStreams - 1) / kStreams) : 0;
+  // The bias is asked for first: the logits of all warps keep the memory busy for a while.
+  constexpr int kBiases = (kExperts + kThreads - 1) / kThreads;
+  float own_bias[kBiases];
+#pragma unroll
+  for (int i = 0; i < kBiases; ++i) {
+    const int e = i * kThreads + static_cast<int>(threadIdx.x);
+    own_bias[i] = a.bias && e < kExperts ? a.bias[e] : 0.0f;
+  }
   VectorReader<kVectors, kMode> readers[2] = {{a, t, 2}, {a, t + kStreams, 2}};
   const auto fetch = [&](int tokens) {
     if (tokens > 0) readers[0].fetch();
@@ -219,29 +248,18 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   PairSpace& space = spaces[warp];
   const uint32_t ids = shared_address(lists), keys = shared_address(space.keys),
                  best = shared_address(space.best);
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kExperts; i += kThreads) counts[i] = 0;
-
-  typename Vectors::Values b, sums;
+  typename Vectors::Values sums = {};
   bool finite_bias = true;
 #pragma unroll
-  for (int i = 0; i < kElements; ++i) {
-    sums[i] = b[i] = 0.0f;
-    if (!a.bias) continue;
-    b[i] = a.bias[Vectors::expert(i)] + 0.0f;  // -0 + 0 = +0
-    finite_bias = finite_bias && math::absolute(b[i]) < 1e30f;
-  }
-  if (warp == 0) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const int i = kAdjacent * j;
-      *reinterpret_cast<float4*>(bias + Vectors::expert(i)) =
-          make_float4(b[i], b[i + 1], b[i + 2], b[i + 3]);
-    }
+  for (int i = 0; i < kBiases; ++i) {
+    const int e = i * kThreads + static_cast<int>(threadIdx.x);
+    finite_bias = finite_bias && math::absolute(own_bias[i]) < 1e30f;
+    if (e >= kExperts) continue;
+    bias[e] = own_bias[i] + 0.0f;  // -0 + 0 = +0
+    counts[e] = 0;
   }
   // With other biases no row is moderate.
-  const float limit = __all_sync(kAllLanes, finite_bias) ? math::moderate_limit(kScore) : -1.0f;
-  __syncthreads();
+  const float limit = __syncthreads_and(finite_bias) ? math::moderate_limit(kScore) : -1.0f;
 
   const int half = lane / kHalf, half_lane = lane % kHalf;
   float* half_mine = mine + half * kExperts;
@@ -312,7 +330,13 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
             make_float4(s[p][i], s[p][i + 1], s[p][i + 2], s[p][i + 3]);
       }
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) v[p][i] = s[p][i] + b[i];
+      for (int j = 0; j < kVectors; ++j) {
+        const float4 b4 = *reinterpret_cast<const float4*>(bias + Vectors::expert(kAdjacent * j));
+        const float b[kAdjacent] = {b4.x, b4.y, b4.z, b4.w};
+#pragma unroll
+        for (int i = 0; i < kAdjacent; ++i)
+          v[p][kAdjacent * j + i] = s[p][kAdjacent * j + i] + b[i];
+      }
     }
     if constexpr (kGrouped)
       keep_best_groups<kVectors>(a.groups, group_shift, v, space, kept_groups);
@@ -354,50 +378,59 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     write_ids(v, bound, place, kAdjacent * lane);
     __syncwarp();
     const int own_count = static_cast<int>(space.claimed >> (16 * half) & 0xffffu);
-    const bool short_way = own_count >= top_k && own_count <= kHalf;
+    const bool short_way = own_count >= top_k && own_count <= kLanes;
     if (moderate && left > 1 && __all_sync(kAllLanes, short_way)) {
       const uint32_t own_keys = keys + half * static_cast<uint32_t>(sizeof(space.keys[0]));
-      int32_t id = 0;
-      if (half_lane < own_count) id = lists[half * kExperts + half_lane];
-      const float chosen_by = half_mine[id];
-      const uint64_t key =
-          half_lane < own_count ? composite_of_number(chosen_by + bias[id], id) : 0;
-      store_shared(own_keys + 8 * half_lane, key);
+      const int32_t* own_ids = lists + half * kExperts;
+      const auto candidate = [&](int i) {
+        const int32_t id = i < own_count ? own_ids[i] : 0;
+        const Slot slot{id, half_mine[id]};
+        const uint64_t key =
+            i < own_count ? composite_of_number(slot.chosen_by + bias[id], id) : 0;
+        store_shared(own_keys + 8 * i, key);
+        return std::pair{slot, key};
+      };
+      const auto place_candidate = [&](const Slot& slot, int i, int better) {
+        if (i < own_count && better < top_k)
+          store_shared(best + 8 * (half * kHalf + better), slot_word(slot.id, slot.chosen_by));
+      };
+      const auto [slot, key] = candidate(half_lane);
+      if (__any_sync(kAllLanes, own_count > kHalf)) {
+        const auto [next, next_key] = candidate(kHalf + half_lane);
+        __syncwarp();
+        place_candidate(next, kHalf + half_lane, count_above(next_key, own_keys, kLanes));
+        place_candidate(slot, half_lane, count_above(key, own_keys, kLanes));
+      } else {
+        __syncwarp();
+        int better = count_above<3 * kAdjacent>(key, own_keys);
+        if (__any_sync(kAllLanes, own_count > 3 * kAdjacent))
+          better += count_above<kAdjacent>(key, own_keys + 8 * 3 * kAdjacent);
+        place_candidate(slot, half_lane, better);
+      }
       __syncwarp();
-      int better = count_above<3 * kAdjacent>(key, own_keys);
-      if (__any_sync(kAllLanes, own_count > 3 * kAdjacent))
-        better += count_above<kAdjacent>(key, own_keys + 8 * 3 * kAdjacent);
-      if (half_lane < own_count && better < top_k)
-        store_shared(best + 8 * (half * kHalf + better), slot_word(id, chosen_by));
-      __syncwarp();
-      Slot slot{0, 0.0f};
-      if (half_lane < top_k) slot = load_slot(best + 8 * lane);
-      const float weight = half_slot_weight(a.options, slot.chosen_by);
+      Slot own{0, 0.0f};
+      if (half_lane < top_k) own = load_slot(best + 8 * lane);
+      const float weight = half_slot_weight(a.options, own.chosen_by);
       if (half_lane < top_k) {
-        *ids_out = slot.id;
+        *ids_out = own.id;
         *weights_out = weight;
-        atomicAdd(counts + slot.id, 1);
+        atomicAdd(counts + own.id, 1);
       }
     } else {
-#pragma unroll
-      for (int p = 0; p < 2; ++p) {
-        if (p >= left) continue;
+#pragma unroll 1
+      for (int p = 0; p < min(left, 2); ++p) {
         float* scores = mine + p * kExperts;
-        const int64_t token = t + p * kStreams;
-        const SharedValues values{scores,   bias,           1.0f,
-                                  kExperts, kept_groups[p], kGrouped ? group_shift : kNoGroups};
-        const int count = __shfl_sync(kAllLanes, own_count, kHalf * p);
-        if (moderate &&
-            finish_token(a, token, count, bound[p], values, lists + p * kExperts, space, counts))
-          continue;
-        __syncwarp();
-        Row row{.score = kScore, .experts = kExperts, .z = a.row(token), .s = scores};
-        route_token(a, token, row, reinterpret_cast<uint32_t*>(space.keys[p]), counts, counts);
-        if (moderate) continue;  // the statistics have it
-        logsumexps.add_ready(row.logsumexp);
+        const SharedValues values{
+            scores,   bias, 1.0f, kExperts, p == 0 ? kept_groups[0] : kept_groups[1],
+            kGrouped ? group_shift : kNoGroups};
+        const Rest rest = route_alone<kScore>(
+            a, t + p * kStreams, moderate, __shfl_sync(kAllLanes, own_count, kHalf * p),
+            p == 0 ? bound[0] : bound[1], values, lists + p * kExperts, space, counts);
+        if (!rest.statistics) continue;
+        logsumexps.add_ready(rest.logsumexp);
 #pragma unroll
         for (int i = 0; i < kElements; ++i)
-          sums[i] = math::fma(scores[Vectors::expert(i)], row.share, sums[i]);
+          sums[i] = math::fma(scores[Vectors::expert(i)], rest.share, sums[i]);
       }
     }
     __syncwarp();  // all have read `mine`

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
   float* bias = rows + layout.rows();
   uint32_t* after_bias = reinterpret_cast<uint32_t*>(bias + layout.bias());
   int32_t* counts =
-      shared ? reinterpret_cast<int32_t*>(after_bias) : a.partials.counts(blockIdx.x, experts);
+      shared ? reinterpret_cast<int32_t*>(after_bias) : a.partials.counts(blockIdx.x);
   uint32_t* group_keys = after_bias + layout.counts(a.count_words()) + warp * a.groups.count;
   Warp<kScore, kInput> own{a, rows + warp * padded, streams, kAny ? a.bias : bias, all_found[warp]};
   Found& found = own.found;
