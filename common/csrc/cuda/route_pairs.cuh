@@ -128,55 +128,62 @@ __device__ __noinline__ Rest route_alone(const Route& a, int64_t t, bool moderat
   return {.statistics = !moderate, .share = row.share, .logsumexp = row.logsumexp};
 }
 
-// The groups' values of both tokens, on each lane of a group: that of the lane's j-th vector of
-// token p in values[p][j]. Groups have `lanes` whole lanes; `score_k` is 1 or 2.
+// The groups' values of one of both tokens, of the first on even lanes and of the second on odd
+// ones: that of the lane's j-th vector in values[j]. Groups have `lanes` >= 2 whole lanes;
+// `score_k` is 1 or 2.
 template <int kVectors>
 __device__ void group_values(const float (&v)[2][kAdjacent * kVectors], int lanes, int score_k,
-                             float (&values)[2][kVectors]) {
-  float second[2][kVectors];
+                             float (&values)[kVectors]) {
+  const bool odd = lane_id() % 2 != 0;
+  float second[kVectors];
+  const auto join = [&](int j, float other, float other_next) {
+    second[j] = fmaxf(fminf(values[j], other), fmaxf(second[j], other_next));
+    values[j] = fmaxf(values[j], other);
+  };
 #pragma unroll
-  for (int n = 0; n < 2 * kVectors; ++n) {
-    const float* four = v[n / kVectors] + n % kVectors * kAdjacent;
-    const float a = fmaxf(four[0], four[1]), b = fminf(four[0], four[1]);
-    const float c = fmaxf(four[2], four[3]), d = fminf(four[2], four[3]);
-    values[n / kVectors][n % kVectors] = fmaxf(a, c);
-    second[n / kVectors][n % kVectors] = fmaxf(fminf(a, c), fmaxf(b, d));
+  for (int j = 0; j < kVectors; ++j) {
+    float largest[2], next[2];
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const float* four = v[p] + j * kAdjacent;
+      const float a = fmaxf(four[0], four[1]), b = fminf(four[0], four[1]);
+      const float c = fmaxf(four[2], four[3]), d = fminf(four[2], four[3]);
+      largest[p] = fmaxf(a, c);
+      next[p] = fmaxf(fminf(a, c), fmaxf(b, d));
+    }
+    values[j] = odd ? largest[1] : largest[0];
+    second[j] = odd ? next[1] : next[0];
+    const float other = __shfl_xor_sync(kAllLanes, odd ? largest[0] : largest[1], 1);
+    join(j, other, __shfl_xor_sync(kAllLanes, odd ? next[0] : next[1], 1));
   }
 #pragma unroll
-  for (int width = 1; width < kLanes; width *= 2) {
+  for (int width = 2; width < kLanes; width *= 2) {
     if (width >= lanes) break;
 #pragma unroll
-    for (int n = 0; n < 2 * kVectors; ++n) {
-      float &first = values[n / kVectors][n % kVectors], &next = second[n / kVectors][n % kVectors];
-      const float other = __shfl_xor_sync(kAllLanes, first, width);
-      const float other_next = __shfl_xor_sync(kAllLanes, next, width);
-      next = fmaxf(fminf(first, other), fmaxf(next, other_next));
-      first = fmaxf(first, other);
+    for (int j = 0; j < kVectors; ++j) {
+      const float other = __shfl_xor_sync(kAllLanes, values[j], width);
+      join(j, other, __shfl_xor_sync(kAllLanes, second[j], width));
     }
   }
   if (score_k == 1) return;
 #pragma unroll
-  for (int n = 0; n < 2 * kVectors; ++n)
-    values[n / kVectors][n % kVectors] += second[n / kVectors][n % kVectors];
+  for (int j = 0; j < kVectors; ++j) values[j] += second[j];
 }
 
 // Sets the values of all groups but the best to -inf, for both tokens; the bits of the best. Groups
-// have 2^shift experts, and there are 16 at most.
+// have 2^shift >= 8 experts, and there are 16 at most.
 template <int kVectors>
 __device__ void keep_best_groups(const Groups& groups, int shift,
                                  float (&v)[2][kAdjacent * kVectors], PairSpace& space,
                                  unsigned (&kept)[2]) {
   const int lanes = 1 << shift >> 2, lane = lane_id(), half_lane = lane % kHalf;
-  float values[2][kVectors];
+  float values[kVectors];
   group_values<kVectors>(v, lanes, groups.score_k, values);
   const auto group_of = [&](int j) { return (j * kColumns + kAdjacent * lane) >> shift; };
-  if ((lane & (lanes - 1)) == 0) {
+  if ((lane & (lanes - 1)) < 2) {
 #pragma unroll
-    for (int n = 0; n < 2 * kVectors; ++n) {
-      const int group = group_of(n % kVectors);
-      space.keys[n / kVectors][group] =
-          composite_of_number(values[n / kVectors][n % kVectors], group);
-    }
+    for (int j = 0; j < kVectors; ++j)
+      space.keys[lane % 2][group_of(j)] = composite_of_number(values[j], group_of(j));
   }
   if (lane < 2 * kAdjacent) space.keys[lane / kAdjacent][groups.count + lane % kAdjacent] = 0;
   __syncwarp();
@@ -371,13 +378,24 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       for (int p = 0; p < 2; ++p) bound[p] = bound_of_best(maximum[p], top_k);
       __syncwarp();
     }
-    const uint32_t own = count_reaching(v, bound);
-    uint32_t first = 0;
-    if (own != 0) first = atomicAdd(&space.claimed, own);
-    uint32_t place[2] = {ids + 4 * (first & 0xffffu), ids + 4 * (kExperts + (first >> 16))};
-    write_ids(v, bound, place, kAdjacent * lane);
-    __syncwarp();
-    const int own_count = static_cast<int>(space.claimed >> (16 * half) & 0xffffu);
+    int own_count;
+#pragma unroll 1
+    for (bool again = top_k <= kHalf / 2 && moderate;; again = false) {
+      const uint32_t own = count_reaching(v, bound);
+      uint32_t first = 0;
+      if (own != 0) first = atomicAdd(&space.claimed, own);
+      uint32_t place[2] = {ids + 4 * (first & 0xffffu), ids + 4 * (kExperts + (first >> 16))};
+      write_ids(v, bound, place, kAdjacent * lane);
+      __syncwarp();
+      own_count = static_cast<int>(space.claimed >> (16 * half) & 0xffffu);
+      if (!again || !__any_sync(kAllLanes, own_count > kLanes)) break;
+      // Few pairs of lanes have most of the large values: the closer bound.
+#pragma unroll
+      for (int p = 0; p < 2; ++p) bound[p] = bound_of_best(maximum[p], top_k);
+      __syncwarp();
+      if (lane == 0) space.claimed = 0;
+      __syncwarp();
+    }
     const bool short_way = own_count >= top_k && own_count <= kLanes;
     if (moderate && left > 1 && __all_sync(kAllLanes, short_way)) {
       const uint32_t own_keys = keys + half * static_cast<uint32_t>(sizeof(space.keys[0]));
