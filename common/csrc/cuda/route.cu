@@ -14,22 +14,28 @@ constexpr int kColumnsOfBlock = 8;
 // A strand's chunks that are read at once; a call has about kChunks.
 constexpr int kBatch = math::kChunks / math::kStrands;
 
-// One block joins kColumnsOfBlock columns of one sequence: strand i of math/router.h is added up by the
-// threads of row i. The last of the E + 1 columns is logsumexp^2, whose counts are the tokens.
-template <bool kLossCounts>
+// What a block of join_chunks adds up.
+enum class Sum { kStatistics, kCounts, kLossCounts };
+__host__ __device__ inline unsigned kinds_of_sums(const Route& a) {
+  return a.separate_loss_counts ? 3 : 2;
+}
+
+// One block joins kColumnsOfBlock columns of one sequence: strand i of math/router.h is added up by
+// the threads of row i. The statistics are those of P, in E columns, and logsumexp^2; the counts
+// those of slots, in E columns, and the tokens.
 __global__ void __launch_bounds__(kColumnsOfBlock* math::kStrands)
     join_chunks(const __grid_constant__ Route a, const Join to) {
-  __shared__ float sums[math::kStrands][kColumnsOfBlock];
-  __shared__ int32_t counts[math::kStrands][kColumnsOfBlock];
-  __shared__ int32_t loss_counts[kLossCounts ? math::kStrands : 1][kColumnsOfBlock];
+  __shared__ uint32_t strands[math::kStrands][kColumnsOfBlock];
   const int experts = a.experts, column = static_cast<int>(threadIdx.x) % kColumnsOfBlock;
   const int strand = static_cast<int>(threadIdx.x) / kColumnsOfBlock;
+  const unsigned kinds = kinds_of_sums(a), block = blockIdx.x / kinds;
+  const Sum kind = static_cast<Sum>(blockIdx.x % kinds);
   int64_t s = 0;
-  int e = static_cast<int>(blockIdx.x) * kColumnsOfBlock + column;
+  int e = static_cast<int>(block) * kColumnsOfBlock + column;
   if (to.sequences > 1) {
     const unsigned groups = static_cast<unsigned>(experts + kColumnsOfBlock) / kColumnsOfBlock;
-    s = blockIdx.x / groups;
-    e = static_cast<int>(blockIdx.x % groups) * kColumnsOfBlock + column;
+    s = block / groups;
+    e = static_cast<int>(block % groups) * kColumnsOfBlock + column;
   }
   int64_t at = s;
   int chunks = to.runs > 0 ? static_cast<int>(a.chunks_per_run) : 0;
@@ -43,72 +49,63 @@ __global__ void __launch_bounds__(kColumnsOfBlock* math::kStrands)
     }
   }
 
-  float sum = 0.0f;
-  int32_t count = 0, loss_count = 0;
-  if (e <= experts) {
-    const int64_t step = math::kStrands * a.partials.stride;
-    const uint32_t* words =
-        a.partials.words + (at * a.chunks_per_run + strand) * a.partials.stride + e;
-    const int64_t to_count = e < experts ? a.partials.counts_at() : 1;
+  // Sums of floats or of integers.
+  const bool floats = kind == Sum::kStatistics;
+  const auto add = [floats](uint32_t x, uint32_t y) {
+    return floats ? math::bits_of(math::float_of(x) + math::float_of(y)) : x + y;
+  };
+  uint32_t sum = 0;
+  if (e < experts || (e == experts && kind != Sum::kLossCounts)) {
+    const Partials& from = a.partials;
+    const int64_t step = math::kStrands * from.stride;
+    const uint32_t* words = from.words + (at * a.chunks_per_run + strand) * from.stride + e;
+    if (kind != Sum::kStatistics) words += e < experts ? from.counts_at() : 1;
+    if (kind == Sum::kLossCounts) words += experts;
 #pragma unroll 1
     for (int left = (chunks - strand + math::kStrands - 1) / math::kStrands; left > 0;
          left -= kBatch) {
-      float part[kBatch];
-      int32_t part_count[kBatch], part_loss_count[kBatch];
+      uint32_t part[kBatch];
 #pragma unroll
       for (int j = 0; j < kBatch; ++j) {
-        const bool there = j < left;
-        part[j] = there ? math::float_of(words[0]) : 0.0f;
-        part_count[j] = there ? static_cast<int32_t>(words[to_count]) : 0;
-        if (kLossCounts) {
-          part_loss_count[j] =
-              there && e < experts ? static_cast<int32_t>(words[to_count + experts]) : 0;
-        }
+        part[j] = j < left ? *words : 0;
         words += step;
       }
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        sum += part[j];
-        count += part_count[j];
-        if (kLossCounts) loss_count += part_loss_count[j];
-      }
+      for (int j = 0; j < kBatch; ++j) sum = add(sum, part[j]);
     }
   }
-  sums[strand][column] = sum;
-  counts[strand][column] = count;
-  if (kLossCounts) loss_counts[strand][column] = loss_count;
+  strands[strand][column] = sum;
   __syncthreads();
-  if (e > experts) return;
-  const auto total = [&](auto x, const auto& of) {
+  if (strand != 0 || e > experts) return;
+  uint32_t all = 0;
 #pragma unroll
-    for (int i = 0; i < math::kStrands; ++i) x += of[i][column];
-    return x;
-  };
-  // Three warps at once.
-  constexpr int kRowsOfWarp = kLanes / kColumnsOfBlock;
-  if (strand == 0) {
-    const float all = total(0.0f, sums);
-    (e < experts ? to.score_sums[s * experts + e] : to.logsumexp_sq[s]) = all;
-  } else if (strand == kRowsOfWarp) {
-    const int32_t all = total(int32_t{0}, counts);
-    if (e == experts) {
-      to.num_tokens[s] = all;
-      return;
-    }
-    if (!kLossCounts) to.sequence_counts[s * experts + e] = all;
-    if (!a.clear_expert_counts) {
-      a.expert_counts[e] = all;
-    } else if (all) {
-      atomicAdd(a.expert_counts + e, all);
-    }
-  } else if (kLossCounts && strand == 2 * kRowsOfWarp && e < experts) {
-    to.sequence_counts[s * experts + e] = total(int32_t{0}, loss_counts);
+  for (int i = 0; i < math::kStrands; ++i) all = add(all, strands[i][column]);
+  const auto count = static_cast<int32_t>(all);
+  switch (kind) {
+    case Sum::kStatistics:
+      (e < experts ? to.score_sums[s * experts + e] : to.logsumexp_sq[s]) = math::float_of(all);
+      break;
+    case Sum::kCounts:
+      if (e == experts) {
+        to.num_tokens[s] = count;
+        break;
+      }
+      if (!a.separate_loss_counts) to.sequence_counts[s * experts + e] = count;
+      if (!a.clear_expert_counts) {
+        a.expert_counts[e] = count;
+      } else if (count) {
+        atomicAdd(a.expert_counts + e, count);
+      }
+      break;
+    case Sum::kLossCounts:
+      if (e < experts) to.sequence_counts[s * experts + e] = count;
+      break;
   }
 }
 
 void launch_join(Queue& queue, const Route& a, const Join& join) {
-  queue.launch(a.separate_loss_counts ? join_chunks<true> : join_chunks<false>,
-               join.sequences * ceil_div(a.experts + 1, kColumnsOfBlock),
+  queue.launch(join_chunks,
+               join.sequences * ceil_div(a.experts + 1, kColumnsOfBlock) * kinds_of_sums(a),
                kColumnsOfBlock * math::kStrands, 0, a, join);
 }
 

@@ -206,9 +206,12 @@ class LogSumExps {
   static __device__ __noinline__ float sum_and_squares(float sum, float mine, unsigned ready,
                                                        int held) {
     const float value = ready >> lane_id() & 1 ? mine : math::log(mine);
-    for (int i = 0; i < held; ++i) {
-      const float one = __shfl_sync(kAllLanes, value, i);
-      sum = math::fma(one, one, sum);
+    for (int first = 0; first < held; first += 4) {
+      float four[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) four[i] = __shfl_sync(kAllLanes, value, first + i);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum = first + i < held ? math::fma(four[i], four[i], sum) : sum;
     }
     return sum;
   }

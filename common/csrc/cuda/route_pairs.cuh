@@ -78,6 +78,29 @@ __device__ inline int bins_above(float x, const float* bins) {
   return (above[0] + above[1]) + (above[2] + above[3]);
 }
 
+// A token's candidates once more, where few lanes have most of the large values: those that reach
+// the K-th of the maxima of 32 sets of experts. Their ids to `list`.
+struct Candidates {
+  int count;
+  float bound;
+};
+inline __device__ __noinline__ Candidates gather_again(const SharedValues& value, int top_k,
+                                                       int32_t* list) {
+  const int lane = lane_id();
+  float maximum = -math::infinity();
+  for (int e = lane; e < value.experts; e += kLanes) maximum = fmaxf(maximum, value(e));
+  Candidates found{.count = 0, .bound = bound_of_best(maximum, top_k)};
+  __syncwarp();
+  for (int e = lane; e < value.experts; e += kLanes) {
+    const bool reaches = value(e) >= found.bound;
+    const unsigned all = __ballot_sync(kAllLanes, reaches);
+    if (reaches) list[found.count + __popc(all & ((1u << lane) - 1))] = e;
+    found.count += __popc(all);
+  }
+  __syncwarp();
+  return found;
+}
+
 // One token's slots by the whole warp, from all of its values: `count` of them reach the bound,
 // whose ids are in the list. False, and nothing written, where that is no way for it.
 inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int count, float bound,
@@ -378,23 +401,26 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       for (int p = 0; p < 2; ++p) bound[p] = bound_of_best(maximum[p], top_k);
       __syncwarp();
     }
-    int own_count;
+    const uint32_t own = count_reaching(v, bound);
+    uint32_t first = 0;
+    if (own != 0) first = atomicAdd(&space.claimed, own);
+    uint32_t place[2] = {ids + 4 * (first & 0xffffu), ids + 4 * (kExperts + (first >> 16))};
+    write_ids(v, bound, place, kAdjacent * lane);
+    __syncwarp();
+    int own_count = static_cast<int>(space.claimed >> (16 * half) & 0xffffu);
+    const auto values_of = [&](int p) {
+      return SharedValues{
+          mine + p * kExperts, bias, 1.0f, kExperts, p == 0 ? kept_groups[0] : kept_groups[1],
+          kGrouped ? group_shift : kNoGroups};
+    };
+    if (moderate && __any_sync(kAllLanes, own_count > kLanes)) {
 #pragma unroll 1
-    for (bool again = top_k <= kHalf / 2 && moderate;; again = false) {
-      const uint32_t own = count_reaching(v, bound);
-      uint32_t first = 0;
-      if (own != 0) first = atomicAdd(&space.claimed, own);
-      uint32_t place[2] = {ids + 4 * (first & 0xffffu), ids + 4 * (kExperts + (first >> 16))};
-      write_ids(v, bound, place, kAdjacent * lane);
-      __syncwarp();
-      own_count = static_cast<int>(space.claimed >> (16 * half) & 0xffffu);
-      if (!again || !__any_sync(kAllLanes, own_count > kLanes)) break;
-      // Few pairs of lanes have most of the large values: the closer bound.
-#pragma unroll
-      for (int p = 0; p < 2; ++p) bound[p] = bound_of_best(maximum[p], top_k);
-      __syncwarp();
-      if (lane == 0) space.claimed = 0;
-      __syncwarp();
+      for (int p = 0; p < min(left, 2); ++p) {
+        if (__shfl_sync(kAllLanes, own_count, kHalf * p) <= kLanes) continue;
+        const Candidates found = gather_again(values_of(p), top_k, lists + p * kExperts);
+        if (half == p) own_count = found.count;
+        (p == 0 ? bound[0] : bound[1]) = found.bound;
+      }
     }
     const bool short_way = own_count >= top_k && own_count <= kLanes;
     if (moderate && left > 1 && __all_sync(kAllLanes, short_way)) {
@@ -437,18 +463,14 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     } else {
 #pragma unroll 1
       for (int p = 0; p < min(left, 2); ++p) {
-        float* scores = mine + p * kExperts;
-        const SharedValues values{
-            scores,   bias, 1.0f, kExperts, p == 0 ? kept_groups[0] : kept_groups[1],
-            kGrouped ? group_shift : kNoGroups};
         const Rest rest = route_alone<kScore>(
             a, t + p * kStreams, moderate, __shfl_sync(kAllLanes, own_count, kHalf * p),
-            p == 0 ? bound[0] : bound[1], values, lists + p * kExperts, space, counts);
+            p == 0 ? bound[0] : bound[1], values_of(p), lists + p * kExperts, space, counts);
         if (!rest.statistics) continue;
         logsumexps.add_ready(rest.logsumexp);
 #pragma unroll
         for (int i = 0; i < kElements; ++i)
-          sums[i] = math::fma(scores[Vectors::expert(i)], rest.share, sums[i]);
+          sums[i] = math::fma(mine[p * kExperts + Vectors::expert(i)], rest.share, sums[i]);
       }
     }
     __syncwarp();  // all have read `mine`
