@@ -63,7 +63,8 @@ __device__ int count_above(uint64_t key, uint32_t keys) {
   int above[4] = {};
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
-    const ulonglong2 one = load_shared_pair(keys + 8 * i), two = load_shared_pair(keys + 8 * i + 16);
+    const ulonglong2 one = load_shared_pair(keys + 8 * i),
+                     two = load_shared_pair(keys + 8 * i + 16);
     count_greater(above[0], one.x, key);
     count_greater(above[1], one.y, key);
     count_greater(above[2], two.x, key);

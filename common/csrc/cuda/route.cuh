@@ -18,8 +18,8 @@
 
 namespace duomoe::cuda {
 
-// A chunk's results: [E] sums of P, the sum of logsumexp^2, the number of tokens; from a multiple of
-// eight words on [E] counts of slots and, where the loss counts another selection, [E] counts of
+// A chunk's results: [E] sums of P, the sum of logsumexp^2, the number of tokens; from a multiple
+// of eight words on [E] counts of slots and, where the loss counts another selection, [E] counts of
 // that.
 struct Partials {
   uint32_t* words;
