@@ -139,83 +139,101 @@ DUOMOE_KERNEL(kCuda, permute) {
 
 // --- from rows to tokens -------------------------------------------------------------------------
 
+// The slots of a token whose rows are read at once, and their weights.
+template <int kSlots>
+struct WeightedRows {
+  int32_t row[kSlots];  // -1: none
+  float weight[kSlots];
+  bool all = true;  // have a row
+
+  // Of the token of slots [slot, end); the others have none.
+  __device__ WeightedRows(const Plan& plan, const float* weights, int64_t slot, int64_t end) {
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const bool exists = slot + s < end;
+      row[s] = exists ? plan.row_of_slot[slot + s] : -1;
+      weight[s] = exists && weights ? weights[slot + s] : 1.0f;
+    }
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      if (!plan.has_row(row[s])) row[s] = -1;
+      all = all && row[s] >= 0;
+    }
+  }
+};
+
+// sum[j] += weight * row, in slot order, for pack first + j * stride of each row. All packs are
+// loaded before the first is added. kAll: every slot has a row.
+template <bool kAll, typename P, int kHeld, int kSlots>
+__device__ void add_slots(const WeightedRows<kSlots>& slots, const P* rows, int64_t packs,
+                          int64_t first, int stride, float (&sum)[kHeld][P::kSize]) {
+  P part[kSlots][kHeld];
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int64_t i = first + j * stride;
+      const bool there = (kAll || slots.row[s] >= 0) && (kHeld == 1 || i < packs);
+      part[s][j] = there ? load_once(rows + slots.row[s] * packs + i) : P{};
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    if (!kAll && slots.row[s] < 0) continue;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+#pragma unroll
+      for (int c = 0; c < P::kSize; ++c)
+        sum[j][c] = math::fma(slots.weight[s], math::to_float(part[s][j].at[c]), sum[j][c]);
+    }
+  }
+}
+
 // y[t] = sum over k, in slot order and float32, of weights[t, k] * rows[row_of_slot[t, k]], rounded
 // once. A thread sums kHeld packs of a token, and loads those of kSlots slots before it adds the
-// first. `weights` may be null: 1.
-template <typename P, int kHeld, int kSlots>
-__global__ void __launch_bounds__(kRowThreads)
+// first. kOnce: K <= kSlots, so that a token's row numbers and weights are read once; else once for
+// every pack. `weights` may be null: 1.
+template <typename P, int kHeld, int kSlots, bool kOnce>
+__global__ void __launch_bounds__(kRowThreads, kOnce ? 3 : 2)
     gather_sum(Plan plan, Teams teams, const P* rows, const float* weights, P* y) {
   const int64_t packs = plan.width / P::kSize;
+  const int stride = teams.threads();
   for (int64_t t = teams.number(0); t < plan.tokens; t += teams.count()) {
-    if (kSlots == kSlotsAtOnce && plan.top_k == kSlots) {
-      const SlotRows<kSlots> slots(plan, t * kSlots, false);
-      if (slots.all) {
-        const P* from[kSlots];
-        float weight[kSlots];
+    const int64_t slot = t * plan.top_k, end = slot + plan.top_k;
+    P* to = y + t * packs;
+    const auto each_pack = [&](auto add) {
+      for (int64_t first = teams.member(); first < packs; first += kHeld * stride) {
+        float sum[kHeld][P::kSize] = {};
+        add(first, sum);
 #pragma unroll
-        for (int s = 0; s < kSlots; ++s) {
-          from[s] = rows + slots.row[s] * packs;
-          weight[s] = weights ? weights[t * kSlots + s] : 1.0f;
-        }
-        for (int64_t i = teams.member(); i < packs; i += teams.threads()) {
-          P part[kSlots], result;
-          float sum[P::kSize] = {};
-#pragma unroll
-          for (int s = 0; s < kSlots; ++s) part[s] = load_once(from[s] + i);
-#pragma unroll
-          for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-            for (int c = 0; c < P::kSize; ++c)
-              sum[c] = math::fma(weight[s], math::to_float(part[s].at[c]), sum[c]);
-          }
+        for (int j = 0; j < kHeld; ++j) {
+          const int64_t i = first + j * stride;
+          P result;
 #pragma unroll
           for (int c = 0; c < P::kSize; ++c)
-            result.at[c] = math::from_float<typename P::Element>(sum[c]);
-          store_once(y + t * packs + i, result);
-        }
-        continue;
-      }
-    }
-    for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads()) {
-      float sum[kHeld][P::kSize] = {};
-      for (int64_t k = 0; k < plan.top_k; k += kSlots) {
-        const int64_t slot = t * plan.top_k + k;
-        int32_t row[kSlots];
-        P part[kSlots][kHeld];
-#pragma unroll
-        for (int s = 0; s < kSlots; ++s) {
-          row[s] = k + s < plan.top_k ? plan.row_of_slot[slot + s] : -1;
-          if (!plan.has_row(row[s])) row[s] = -1;
-        }
-#pragma unroll
-        for (int s = 0; s < kSlots; ++s) {
-#pragma unroll
-          for (int j = 0; j < kHeld; ++j) {
-            const int64_t i = first + j * teams.threads();
-            part[s][j] = row[s] >= 0 && i < packs ? load_once(rows + row[s] * packs + i) : P{};
-          }
-        }
-#pragma unroll
-        for (int s = 0; s < kSlots; ++s) {
-          if (row[s] < 0) continue;
-          const float weight = weights ? weights[slot + s] : 1.0f;
-#pragma unroll
-          for (int j = 0; j < kHeld; ++j) {
-#pragma unroll
-            for (int c = 0; c < P::kSize; ++c)
-              sum[j][c] = math::fma(weight, math::to_float(part[s][j].at[c]), sum[j][c]);
-          }
+            result.at[c] = math::from_float<typename P::Element>(sum[j][c]);
+          if (kHeld == 1 || i < packs) store_once(to + i, result);
         }
       }
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        const int64_t i = first + j * teams.threads();
-        P result;
-#pragma unroll
-        for (int c = 0; c < P::kSize; ++c)
-          result.at[c] = math::from_float<typename P::Element>(sum[j][c]);
-        if (i < packs) store_once(y + t * packs + i, result);
+    };
+    if constexpr (kOnce) {
+      const WeightedRows<kSlots> slots(plan, weights, slot, end);
+      if (slots.all) {
+        each_pack([&](int64_t first, auto& sum) {
+          add_slots<true, P>(slots, rows, packs, first, stride, sum);
+        });
+      } else {
+        each_pack([&](int64_t first, auto& sum) {
+          add_slots<false, P>(slots, rows, packs, first, stride, sum);
+        });
       }
+    } else {
+      each_pack([&](int64_t first, auto& sum) {
+        for (int64_t some = slot; some < end; some += kSlots) {
+          const WeightedRows<kSlots> slots(plan, weights, some, end);
+          add_slots<false, P>(slots, rows, packs, first, stride, sum);
+        }
+      });
     }
   }
 }
@@ -232,9 +250,11 @@ Status run_gather_sum(const Call& call, const TensorView& rows, const TensorView
       };
       // Few slots keep as many loads in flight through several packs of each.
       if (plan.top_k <= 2) {
-        run(gather_sum<P, 2, 2>);
+        run(gather_sum<P, 2, 2, true>);
+      } else if (plan.top_k <= 8) {
+        run(gather_sum<P, 1, 8, true>);
       } else {
-        run(gather_sum<P, 1, 8>);
+        run(gather_sum<P, 1, 8, false>);
       }
     });
   });
