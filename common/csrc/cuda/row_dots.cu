@@ -13,6 +13,10 @@ using math::kColumnsOfLane;
 
 constexpr int kEightsAtOnce = 4;  // loads of 8 columns that a lane has in flight for each operand
 
+// Blocks a multiprocessor: as many as there are registers for.
+template <typename P>
+constexpr int kDotBlocks = sizeof(typename P::Element) == 2 ? 4 : 3;
+
 // A lane's part of a dot product: the sums of its 8 neighbouring columns.
 struct Columns {
   float sum[kColumnsOfLane] = {};
@@ -71,7 +75,7 @@ __device__ float dot_row(int64_t packs, const P* a, const P* b, LoadA load_a, Ea
 // slot: the slots of a token are neighbours, so its x is read once from memory. `weights` may be
 // null: 1.
 template <typename P, bool kScale>
-__global__ void __launch_bounds__(kRowThreads, 3)
+__global__ void __launch_bounds__(kRowThreads, kDotBlocks<P>)
     dot_slots(Plan plan, int64_t fillers, const P* x, const P* rows, const float* weights,
               float* dots, P* scaled_rows) {
   if constexpr (kScale) {
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(kRowThreads)
 
 // grad_x[t] = scale[t] * grad_y[t], grad_scale[t] = dot(x[t], grad_y[t]). One warp per row.
 template <typename P>
-__global__ void __launch_bounds__(kRowThreads, 3)
+__global__ void __launch_bounds__(kRowThreads, kDotBlocks<P>)
     scale_tokens_bwd(int64_t tokens, int64_t packs, const P* grad_y, const P* x, const float* scale,
                      P* grad_x, float* grad_scale) {
   const auto load_grad = [](const P* from) { return load_once(from); };
