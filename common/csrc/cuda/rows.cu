@@ -31,85 +31,124 @@ Teams teams_for(int64_t tokens, int64_t packs) {
   return {log_threads, grid_for(tokens, kRowThreads >> log_threads)};
 }
 
-// --- from tokens to rows -------------------------------------------------------------------------
-
-// Slots whose row numbers are read at once.
-constexpr int kSlotsAtOnce = 8;
-
-// The rows of kSlots slots from `slot` on, -1 for one without a row and, if `joined`, for one that
-// its row is not made from.
+// Some slots of a token, whose row numbers and weights are read at once.
 template <int kSlots>
 struct SlotRows {
-  int32_t row[kSlots];
+  int32_t row[kSlots];  // -1: none
+  float weight[kSlots];
   bool all = true;  // have a row
 
-  __device__ SlotRows(const Plan& plan, int64_t slot, bool joined) {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) row[s] = plan.row_of_slot[slot + s];
+  // Of slots [slot, end). The others have no row, nor has, if `joined`, one that its row is not
+  // made from.
+  __device__ SlotRows(const Plan& plan, const float* weights, int64_t slot, int64_t end,
+                      bool joined) {
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
-      if (!plan.has_row(row[s]) || (joined && !plan.joined(row[s], slot + s))) row[s] = -1;
+      const bool exists = slot + s < end;
+      row[s] = exists ? plan.row_of_slot[slot + s] : -1;
+      weight[s] = exists && weights ? weights[slot + s] : 1.0f;
+    }
+    int64_t back[kSlots];  // all asked for before the first is looked at
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const bool there = plan.has_row(row[s]);
+      back[s] = there ? slot + s : -1;
+      if (joined && there) back[s] = plan.slot_of_row[row[s]];
+    }
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      if (back[s] != slot + s) row[s] = -1;
       all = all && row[s] >= 0;
     }
   }
 };
 
-// rows[r] = weight * x of the token of slot_of_row[r], 0 without one. A team reads kHeld packs a
-// thread of its token once, then writes them to one row after another, so that what goes to a row
-// goes there together.
-template <typename P>
-__global__ void __launch_bounds__(kRowThreads)
+// Calls f(kHeld, kSlots, kOnce), each a constant: packs that a thread has in flight of a row; slots
+// whose rows it reads or writes together; whether those are all of a token, so that row numbers and
+// weights are read once and not for every pack. Few slots have more packs.
+template <typename F>
+void with_slots(int64_t top_k, F f) {
+  using std::integral_constant;
+  if (top_k <= 2) {
+    f(integral_constant<int, 2>{}, integral_constant<int, 2>{}, std::true_type{});
+  } else if (top_k <= 8) {
+    f(integral_constant<int, 1>{}, integral_constant<int, 8>{}, std::true_type{});
+  } else {
+    f(integral_constant<int, 1>{}, integral_constant<int, 8>{}, std::false_type{});
+  }
+}
+
+// --- from tokens to rows -------------------------------------------------------------------------
+
+// Writes weight * held[j] to pack first + j * stride of each slot's row. kAll: all slots have one.
+template <bool kAll, typename P, int kHeld, int kSlots>
+__device__ void store_slots(const SlotRows<kSlots>& slots, P* rows, int64_t packs, int64_t first,
+                            int stride, const P (&held)[kHeld]) {
+#pragma unroll
+  for (int s = 0; s < kSlots; ++s) {
+    if (!kAll && slots.row[s] < 0) continue;
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int64_t i = first + j * stride;
+      if (kHeld == 1 || i < packs)
+        store_once(rows + slots.row[s] * packs + i, scaled(slots.weight[s], held[j]));
+    }
+  }
+}
+
+// Pack first + j * stride of a row; 0 behind its end.
+template <typename P, int kHeld>
+__device__ void load_packs(const P* row, int64_t packs, int64_t first, int stride,
+                           P (&held)[kHeld]) {
+#pragma unroll
+  for (int j = 0; j < kHeld; ++j) {
+    const int64_t i = first + j * stride;
+    held[j] = i < packs ? load_once(row + i) : P{};
+  }
+}
+
+// rows[r] = weight * x of the token of slot_of_row[r], 0 without one. A team reads its token once,
+// kHeld packs a thread at a time, and writes them to one row after another. What is read next is
+// asked for before the maps are and before it writes.
+template <typename P, int kHeld, int kSlots, bool kOnce>
+__global__ void __launch_bounds__(kRowThreads, kOnce ? 4 : 2)
     spread(Plan plan, Teams teams, int64_t fillers, const P* x, const float* weights, P* rows) {
   if (static_cast<int64_t>(blockIdx.x) < fillers) return fill_rows(plan, fillers, x, weights, rows);
-  constexpr int kHeld = 4;
   const int64_t packs = plan.width / P::kSize;
+  const int stride = teams.threads();
   for (int64_t t = teams.number(fillers); t < plan.tokens; t += teams.count()) {
-    if (plan.top_k == kSlotsAtOnce) {
-      const SlotRows<kSlotsAtOnce> slots(plan, t * kSlotsAtOnce, true);
+    const int64_t slot = t * plan.top_k, end = slot + plan.top_k;
+    const P* from = x + t * packs;
+    P next[kHeld];
+    load_packs(from, packs, teams.member(), stride, next);
+    const auto each_pack = [&](auto write) {
+#pragma unroll 1
+      for (int64_t first = teams.member(); first < packs; first += kHeld * stride) {
+        P held[kHeld];
+#pragma unroll
+        for (int j = 0; j < kHeld; ++j) held[j] = next[j];
+        load_packs(from, packs, first + kHeld * stride, stride, next);
+        write(first, held);
+      }
+    };
+    if constexpr (kOnce) {
+      const SlotRows<kSlots> slots(plan, weights, slot, end, true);
       if (slots.all) {
-        P* to[kSlotsAtOnce];
-        float weight[kSlotsAtOnce];
-#pragma unroll
-        for (int s = 0; s < kSlotsAtOnce; ++s) {
-          to[s] = rows + slots.row[s] * packs;
-          weight[s] = weights ? weights[t * kSlotsAtOnce + s] : 1.0f;
-        }
-        for (int64_t i = teams.member(); i < packs; i += teams.threads()) {
-          const P pack = load_once(x + t * packs + i);
-#pragma unroll
-          for (int s = 0; s < kSlotsAtOnce; ++s) store_once(to[s] + i, scaled(weight[s], pack));
-        }
-        continue;
+        each_pack([&](int64_t first, const auto& held) {
+          store_slots<true>(slots, rows, packs, first, stride, held);
+        });
+      } else {
+        each_pack([&](int64_t first, const auto& held) {
+          store_slots<false>(slots, rows, packs, first, stride, held);
+        });
       }
-    }
-    for (int64_t first = teams.member(); first < packs; first += kHeld * teams.threads()) {
-      P held[kHeld];
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        const int64_t i = first + j * teams.threads();
-        held[j] = i < packs ? load_once(x + t * packs + i) : P{};
-      }
-      for (int64_t k = 0; k < plan.top_k; k += kSlotsAtOnce) {
-        const int64_t slot = t * plan.top_k + k;
-        int32_t row[kSlotsAtOnce];
-#pragma unroll
-        for (int s = 0; s < kSlotsAtOnce; ++s)
-          row[s] = k + s < plan.top_k ? plan.row_of_slot[slot + s] : -1;
-#pragma unroll
-        for (int s = 0; s < kSlotsAtOnce; ++s)
-          row[s] = plan.has_row(row[s]) && plan.joined(row[s], slot + s) ? row[s] : -1;
-#pragma unroll
-        for (int s = 0; s < kSlotsAtOnce; ++s) {
-          if (row[s] < 0) continue;
-          const float weight = weights ? weights[slot + s] : 1.0f;
-          P* to = rows + row[s] * packs;
-#pragma unroll
-          for (int j = 0; j < kHeld; ++j) {
-            const int64_t i = first + j * teams.threads();
-            if (i < packs) store_once(to + i, scaled(weight, held[j]));
-          }
+    } else {
+      each_pack([&](int64_t first, const auto& held) {
+        for (int64_t some = slot; some < end; some += kSlots) {
+          const SlotRows<kSlots> slots(plan, weights, some, end, true);
+          store_slots<false>(slots, rows, packs, first, stride, held);
         }
-      }
+      });
     }
   }
 }
@@ -124,8 +163,11 @@ DUOMOE_KERNEL(kCuda, permute) {
     with_pack<T>(width, {&x, &rows}, [&]<typename P>(P) {
       const Teams teams = teams_for(plan.tokens, width / P::kSize);
       const int64_t fillers = fill_blocks(plan);
-      queue.launch(spread<P>, fillers + teams.blocks, kRowThreads, 0, typed, teams, fillers,
-                   x.as<const P>(), weights_of(call), rows.as<P>());
+      with_slots(plan.top_k, [&](auto held, auto slots, auto once) {
+        constexpr int kHeld = once ? held : 2;  // a look at the maps for more packs
+        queue.launch(spread<P, kHeld, slots, once>, fillers + teams.blocks, kRowThreads, 0, typed,
+                     teams, fillers, x.as<const P>(), weights_of(call), rows.as<P>());
+      });
     });
   };
   if (weights_of(call)) {
@@ -139,33 +181,10 @@ DUOMOE_KERNEL(kCuda, permute) {
 
 // --- from rows to tokens -------------------------------------------------------------------------
 
-// The slots of a token whose rows are read at once, and their weights.
-template <int kSlots>
-struct WeightedRows {
-  int32_t row[kSlots];  // -1: none
-  float weight[kSlots];
-  bool all = true;  // have a row
-
-  // Of the token of slots [slot, end); the others have none.
-  __device__ WeightedRows(const Plan& plan, const float* weights, int64_t slot, int64_t end) {
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      const bool exists = slot + s < end;
-      row[s] = exists ? plan.row_of_slot[slot + s] : -1;
-      weight[s] = exists && weights ? weights[slot + s] : 1.0f;
-    }
-#pragma unroll
-    for (int s = 0; s < kSlots; ++s) {
-      if (!plan.has_row(row[s])) row[s] = -1;
-      all = all && row[s] >= 0;
-    }
-  }
-};
-
 // sum[j] += weight * row, in slot order, for pack first + j * stride of each row. All packs are
 // loaded before the first is added. kAll: every slot has a row.
 template <bool kAll, typename P, int kHeld, int kSlots>
-__device__ void add_slots(const WeightedRows<kSlots>& slots, const P* rows, int64_t packs,
+__device__ void add_slots(const SlotRows<kSlots>& slots, const P* rows, int64_t packs,
                           int64_t first, int stride, float (&sum)[kHeld][P::kSize]) {
   P part[kSlots][kHeld];
 #pragma unroll
@@ -190,9 +209,7 @@ __device__ void add_slots(const WeightedRows<kSlots>& slots, const P* rows, int6
 }
 
 // y[t] = sum over k, in slot order and float32, of weights[t, k] * rows[row_of_slot[t, k]], rounded
-// once. A thread sums kHeld packs of a token, and loads those of kSlots slots before it adds the
-// first. kOnce: K <= kSlots, so that a token's row numbers and weights are read once; else once for
-// every pack. `weights` may be null: 1.
+// once. `weights` may be null: 1.
 template <typename P, int kHeld, int kSlots, bool kOnce>
 __global__ void __launch_bounds__(kRowThreads, kOnce ? 3 : 2)
     gather_sum(Plan plan, Teams teams, const P* rows, const float* weights, P* y) {
@@ -217,7 +234,7 @@ __global__ void __launch_bounds__(kRowThreads, kOnce ? 3 : 2)
       }
     };
     if constexpr (kOnce) {
-      const WeightedRows<kSlots> slots(plan, weights, slot, end);
+      const SlotRows<kSlots> slots(plan, weights, slot, end, false);
       if (slots.all) {
         each_pack([&](int64_t first, auto& sum) {
           add_slots<true, P>(slots, rows, packs, first, stride, sum);
@@ -230,7 +247,7 @@ __global__ void __launch_bounds__(kRowThreads, kOnce ? 3 : 2)
     } else {
       each_pack([&](int64_t first, auto& sum) {
         for (int64_t some = slot; some < end; some += kSlots) {
-          const WeightedRows<kSlots> slots(plan, weights, some, end);
+          const SlotRows<kSlots> slots(plan, weights, some, end, false);
           add_slots<false, P>(slots, rows, packs, first, stride, sum);
         }
       });
@@ -244,18 +261,10 @@ Status run_gather_sum(const Call& call, const TensorView& rows, const TensorView
   with_type(rows.dtype, [&]<typename T>(T) {
     with_pack<T>(plan.width, {&rows, &y}, [&]<typename P>(P) {
       const Teams teams = teams_for(plan.tokens, plan.width / P::kSize);
-      const auto run = [&](auto kernel) {
-        queue.launch(kernel, teams.blocks, kRowThreads, 0, plan, teams, rows.as<const P>(),
-                     weights_of(call), y.as<P>());
-      };
-      // Few slots keep as many loads in flight through several packs of each.
-      if (plan.top_k <= 2) {
-        run(gather_sum<P, 2, 2, true>);
-      } else if (plan.top_k <= 8) {
-        run(gather_sum<P, 1, 8, true>);
-      } else {
-        run(gather_sum<P, 1, 8, false>);
-      }
+      with_slots(plan.top_k, [&](auto held, auto slots, auto once) {
+        queue.launch(gather_sum<P, held, slots, once>, teams.blocks, kRowThreads, 0, plan, teams,
+                     rows.as<const P>(), weights_of(call), y.as<P>());
+      });
     });
   });
   return queue.status();
