@@ -87,12 +87,11 @@ __global__ void __launch_bounds__(kRowThreads, kDotBlocks<P>)
   const auto load_x = [](const P* from) { return *from; };
   for (int64_t slot = grid_warp() - before; slot < plan.slots(); slot += grid_warps() - before) {
     const int64_t row = plan.row_of_slot[slot];
+    const float weight = kScale && weights ? weights[slot] : 1.0f;
     float dot = 0.0f;
     if (plan.has_row(row)) {
       const P *token = x + slot / plan.top_k * packs, *other = rows + row * packs;
-      bool scale = false;
-      if constexpr (kScale) scale = plan.joined(row, slot);
-      const float weight = scale && weights ? weights[slot] : 1.0f;
+      [[maybe_unused]] const bool scale = kScale && plan.joined(row, slot);
       P* to = scaled_rows + row * packs;
       dot = dot_row(packs, token, other, load_x, [&](int64_t i, P pack) {
         if constexpr (kScale) {
