@@ -135,7 +135,7 @@ inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int 
   }
   Slot slot{0, 0.0f};
   if (lane < top_k) slot = load_slot(best + 8 * lane);
-  const float weight = slot_weight(a.options, slot.chosen_by);
+  const float weight = slot_weight(a, slot.chosen_by);
   if (lane < top_k) {
     a.indices[t * top_k + lane] = slot.id;
     a.weights[t * top_k + lane] = weight;
@@ -243,11 +243,13 @@ __device__ void keep_best_groups(const Groups& groups, int shift,
   }
 }
 
-// slot_weight for the lanes of a half, K <= 16.
-__device__ inline float half_slot_weight(const RouterOptions& options, float score) {
+// slot_weight for the lanes of a half, K <= 16 and eps <= 1: the scores of a moderate row, and so
+// their sum, are within the bounds of math::quotient.
+__device__ inline float half_slot_weight(const Route& a, float score) {
   float sum = score;
   for (int width = kHalf / 2; width > 0; width /= 2) sum += __shfl_xor_sync(kAllLanes, sum, width);
-  return divided_weight(options, score, sum);
+  const float weight = math::quotient(score, a.divisor(sum)) * a.options.scale;
+  return score > 0.0f ? weight : 0.0f;
 }
 
 }  // namespace duomoe::cuda

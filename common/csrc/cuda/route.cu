@@ -163,7 +163,9 @@ DUOMOE_KERNEL(kCuda, route) {
                    &given = call.in("given_indices"), &mask = call.in("token_mask");
   const int64_t groups = call.integer("num_groups"), chunks = plan.chunks();
   Queue queue(call);
-  Route a{.options = options_of(call),
+  const RouterOptions options = options_of(call);
+  Route a{.options = options,
+          .divisor = SumDivisor(options),
           .range = range_of(call),
           .experts = static_cast<int>(experts),
           .top_k = static_cast<int>(call.axis('K')),

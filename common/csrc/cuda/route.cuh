@@ -45,6 +45,7 @@ struct Partials {
 
 struct Route {
   RouterOptions options;
+  SumDivisor divisor;
   TokenRange range;
   int experts, top_k;
   bool on_logit;
@@ -162,32 +163,36 @@ inline __device__ __noinline__ void route_token(const Route& a, int64_t t, Row& 
 
 // The weight of a slot of a moderate row: `score` is the slot's, 0 where it has no expert, `sum`
 // that of all slots. Lanes without an expert divide something that is no trouble.
-__device__ inline float divided_weight(const RouterOptions& options, float score, float sum) {
-  const float value =
-      math::weight_divisor(options.normalize, options.eps_mode, sum, options.eps).value;
+__device__ inline float divided_weight(const Route& a, float score, float sum) {
+  const float divisor = a.divisor(sum);
   const bool used = score > 0.0f;
-  const float a = used ? score : 1.0f, b = used ? value : 1.0f;
-  // A moderate row's scores and their sums are normal numbers of moderate size.
-  const float weight = (options.eps <= 1.0f ? math::quotient(a, b) : a / b) * options.scale;
-  return used ? weight : 0.0f;
+  return used ? score / (used ? divisor : 1.0f) * a.options.scale : 0.0f;
 }
 // For K <= 32 and slot k in lane k.
-__device__ inline float slot_weight(const RouterOptions& options, float score) {
-  return divided_weight(options, score, warp_sum(score));
+__device__ inline float slot_weight(const Route& a, float score) {
+  return divided_weight(a, score, warp_sum(score));
 }
 
 // The sum of logsumexp^2 over a stream's tokens, of which lanes hold the sums of exponentials until
-// a logarithm serves 32 tokens.
+// a logarithm serves 31 tokens or 32.
 class LogSumExps {
  public:
   __device__ void add(float exponential_sum) {
     if (lane_id() == held_) mine_ = exponential_sum;
-    if (++held_ == kLanes) flush();
+    if (++held_ >= kLanes - 1) flush();
+  }
+  // Of the first `count` of two tokens.
+  __device__ void add(const float (&exponential_sums)[2], int count) {
+    const int place = lane_id() - held_;
+    if (place == 0) mine_ = exponential_sums[0];
+    if (place == 1) mine_ = exponential_sums[1];
+    held_ += count;
+    if (held_ >= kLanes - 1) flush();
   }
   __device__ void add_ready(float logsumexp) {
     if (lane_id() == held_) mine_ = logsumexp;
     ready_ |= 1u << held_;
-    if (++held_ == kLanes) flush();
+    if (++held_ >= kLanes - 1) flush();
   }
   __device__ float sum_of_squares() {
     flush();

@@ -154,10 +154,10 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       }
     }
     if (moderate) {
+      logsumexps.add(exponential_sum, min(left, 2));
 #pragma unroll
       for (int p = 0; p < 2; ++p) {
         if (p >= left) continue;
-        logsumexps.add(exponential_sum[p]);
 #pragma unroll
         for (int i = 0; i < kElements; ++i)
           sums[i] = math::fma(kSoftmax ? u[p][i] : s[p][i], share[p], sums[i]);
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       __syncwarp();
       Slot own_slot{0, 0.0f};
       if (half_lane < top_k && there) own_slot = load_slot(best + 8 * lane);
-      const float weight = half_slot_weight(a.options, own_slot.chosen_by);
+      const float weight = half_slot_weight(a, own_slot.chosen_by);
       if (half_lane < top_k && there) {
         *ids_out = own_slot.id;
         *weights_out = weight;

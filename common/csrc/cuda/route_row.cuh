@@ -53,6 +53,21 @@ struct RouterOptions {
   float eps, scale;
 };
 
+// math::weight_divisor's value for a finite sum, in fewer steps and with the same bits.
+struct SumDivisor {
+  float factor, offset, least;
+
+  explicit SumDivisor(const RouterOptions& options)
+      : factor(options.normalize ? 1.0f : 0.0f),
+        offset(!options.normalize                  ? 1.0f
+               : options.eps_mode == EpsMode::kAdd ? options.eps
+                                                   : 0.0f),
+        least(options.normalize && options.eps_mode == EpsMode::kClamp ? options.eps : 0.0f) {}
+  __device__ float operator()(float sum) const {
+    return fmaxf(math::fma(sum, factor, offset), least);
+  }
+};
+
 inline RouterOptions options_of(const Call& call) {
   const auto normalize = call.choice<Normalize>("normalize");
   return {.score = call.choice<Score>("score"),

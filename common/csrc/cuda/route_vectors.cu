@@ -19,7 +19,8 @@ bool launch_route_vectors(Queue& queue, const Route& a, int64_t chunks) {
   const bool plain = a.experts % kColumns == 0 && a.whole_vectors && !a.mask && !a.given &&
                      !a.on_logit && !a.separate_loss_counts &&
                      a.options.score != Score::kSqrtSoftplus && a.dtype != DType::kFloat16;
-  if (plain && a.experts <= kMaxPairExperts && a.top_k <= kHalf && a.groups.count <= kHalf) {
+  if (plain && a.options.eps <= 1.0f && a.experts <= kMaxPairExperts && a.top_k <= kHalf &&
+      a.groups.count <= kHalf) {
     launch_route_pairs(queue, a, chunks, group_shift);
   } else if (plain && !grouped) {
     launch_plain_vectors(queue, a, chunks);

@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
           const float own_u = math::exp_moderate(score);
           score = kSoftmax ? own_u * share : moderate_score<kScore>(score, own_u);
         }
-        const float weight = slot_weight(a.options, score);
+        const float weight = slot_weight(a, score);
         if (lane < top_k) {
           *ids_out = slot.id;
           *weights_out = weight;
