@@ -136,15 +136,11 @@ __device__ inline void rank_found(int count, int top_k, Found& found) {
     }
     const bool used = own < count && place < top_k;
     const bool second_used = second < count && second_place < top_k;
-    equal = equal || (used && found.best[place] != kNone) ||
-            (second_used && found.best[second_place] != kNone);
-    __syncwarp();
-    if (used) found.best[place] = own;
-    if (second_used) found.best[second_place] = second;
-    __syncwarp();
-    equal = equal || (used && found.best[place] != own) ||
-            (second_used && found.best[second_place] != second);
+    // Lanes with equal values have one place between them: an atomic store is no race.
+    if (used) equal = atomicExch(found.best + place, own) != kNone || equal;
+    if (second_used) equal = atomicExch(found.best + second_place, second) != kNone || equal;
   }
+  __syncwarp();
   if (!__any_sync(kAllLanes, equal)) return;
 #pragma unroll 1
   for (int own = lane_id(); own < count; own += kLanes) {
