@@ -15,13 +15,18 @@ using math::kColumns;
 
 constexpr int kMaxTop = 2 * kLanes;
 
-// The experts that reach a bound, in any order, and which of them are the K best, in order.
+// The candidates, experts that reach a bound, in any order, and which of them are the K best, in
+// order.
 struct Found {
-  static constexpr int kRoom = 2 * kMaxTop;
-  alignas(16) float values[kRoom];
-  float scores[kRoom];
-  int32_t ids[kRoom];
+  static constexpr int kRoom = 2 * kMaxTop, kTogether = 8;
+  alignas(16) float values[kRoom + kTogether];  // -inf after the last
+  alignas(16) int32_t ids[kRoom + kAdjacent];
+  union {
+    float scores[kRoom];
+    int32_t columns[kColumns];  // those with candidates, while these are looked for
+  };
   int32_t best[kMaxTop];
+  int more;  // candidates beyond the first of each column
 };
 
 // signed_key with -0 equal to +0.
@@ -83,78 +88,94 @@ __device__ inline float bound_of_maxima(const Columns& maxima, bool all_there, i
   return value_of_signed_key(low);
 }
 
+// a += how many of four numbers are above x.
+__device__ inline void count_greater(int (&a)[kAdjacent], const float4& four, float x) {
+  count_greater(a[0], four.x, x);
+  count_greater(a[1], four.y, x);
+  count_greater(a[2], four.z, x);
+  count_greater(a[3], four.w, x);
+}
+__device__ inline int total(const int (&a)[kAdjacent]) { return (a[0] + a[1]) + (a[2] + a[3]); }
+
 // The same where all maxima are there and K is small, of the lanes' largest: by the rank of each.
 constexpr int kFewTop = 20;
 __device__ inline float bound_of_lanes(const Columns& maxima, int top_k, Found& found) {
   const float own = fmaxf(fmaxf(maxima[0], maxima[1]), fmaxf(maxima[2], maxima[3]));
   found.values[lane_id()] = own;
   __syncwarp();
-  int better = 0;
+  int better[kAdjacent] = {};
 #pragma unroll
-  for (int i = 0; i < kLanes; i += kAdjacent) {
-    const float4 four = *reinterpret_cast<const float4*>(found.values + i);
-    if (four.x > own) ++better;
-    if (four.y > own) ++better;
-    if (four.z > own) ++better;
-    if (four.w > own) ++better;
-  }
-  return value_of_signed_key(__reduce_min_sync(kAllLanes, better < top_k ? key_of(own) : INT_MAX));
+  for (int i = 0; i < kLanes; i += kAdjacent)
+    count_greater(better, *reinterpret_cast<const float4*>(found.values + i), own);
+  const int key = total(better) < top_k ? key_of(own) : INT_MAX;
+  return value_of_signed_key(__reduce_min_sync(kAllLanes, key));
 }
 
-// found.best: the K of the `count` candidates that are first by (value descending, id ascending).
-__device__ inline void rank_found(int count, int top_k, Found& found) {
-  constexpr int kTogether = 8, kNone = -1;
-  if (lane_id() < kTogether && count + lane_id() < Found::kRoom)
-    found.values[count + lane_id()] = -math::infinity();
-  for (int k = lane_id(); k < top_k; k += kLanes) found.best[k] = kNone;
+// rank_found where candidates have equal values.
+static __device__ __noinline__ void rank_ties(int count, int top_k, Found& found) {
+  if (lane_id() < kAdjacent) found.ids[count + lane_id()] = 0;
   __syncwarp();
-  bool equal = false;  // to another, which has the same place by value
-#pragma unroll 1
-  for (int first = 0; first < count; first += 2 * kLanes) {
-    const int own = first + lane_id(), second = own + kLanes;
-    const float value = own < count ? found.values[own] : math::infinity();
-    const float second_value = second < count ? found.values[second] : math::infinity();
-    const bool two = first + kLanes < count;
-    int place = 0, second_place = 0;
-#pragma unroll 1
-    for (int i = 0; i < count; i += kTogether) {
-      float x[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; j += kAdjacent) {
-        const float4 four = *reinterpret_cast<const float4*>(found.values + i + j);
-        x[j] = four.x, x[j + 1] = four.y, x[j + 2] = four.z, x[j + 3] = four.w;
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (x[j] > value) ++place;
-      }
-      if (!two) continue;
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        if (x[j] > second_value) ++second_place;
-      }
-    }
-    const bool used = own < count && place < top_k;
-    const bool second_used = second < count && second_place < top_k;
-    // Lanes with equal values have one place between them: an atomic store is no race.
-    if (used) equal = atomicExch(found.best + place, own) != kNone || equal;
-    if (second_used) equal = atomicExch(found.best + second_place, second) != kNone || equal;
-  }
-  __syncwarp();
-  if (!__any_sync(kAllLanes, equal)) return;
 #pragma unroll 1
   for (int own = lane_id(); own < count; own += kLanes) {
     const float value = found.values[own];
     const int32_t id = found.ids[own];
     int place = 0;
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const float x = found.values[i];
-      if (x > value || (x == value && found.ids[i] < id)) ++place;
+#pragma unroll 2
+    for (int i = 0; i < count; i += kAdjacent) {
+      const float4 x = *reinterpret_cast<const float4*>(found.values + i);
+      const int4 ids = *reinterpret_cast<const int4*>(found.ids + i);
+      place += x.x > value || (x.x == value && ids.x < id);
+      place += x.y > value || (x.y == value && ids.y < id);
+      place += x.z > value || (x.z == value && ids.z < id);
+      place += x.w > value || (x.w == value && ids.w < id);
     }
     if (place < top_k) found.best[place] = own;
   }
   __syncwarp();
+}
+
+// found.best: the K of the `count` candidates that are first by (value descending, id ascending).
+__device__ inline void rank_found(int count, int top_k, Found& found) {
+  constexpr int kTogether = Found::kTogether, kNone = -1;
+  if (lane_id() < kTogether) found.values[count + lane_id()] = -math::infinity();
+  for (int k = lane_id(); k < top_k; k += kLanes) found.best[k] = kNone;
+  __syncwarp();
+  bool equal = false;  // to another, which has the same place by value
+  // Lanes with equal values have one place between them: an atomic store is no race.
+  const auto place_candidate = [&](int own, int place) {
+    if (own < count && place < top_k) equal = atomicExch(found.best + place, own) != kNone || equal;
+  };
+#pragma unroll 1
+  for (int first = 0; first < count; first += 2 * kLanes) {
+    const int own = first + lane_id(), second = own + kLanes;
+    const float4* values = reinterpret_cast<const float4*>(found.values);
+    const float4* end = values + (count + kAdjacent - 1) / kAdjacent;
+    const float value = own < count ? found.values[own] : 0.0f;
+    int place[kAdjacent] = {};
+    if (first + kLanes < count) {
+      const float second_value = second < count ? found.values[second] : 0.0f;
+      int second_place[kAdjacent] = {};
+#pragma unroll 1
+      for (; values < end; values += 2) {
+        const float4 four = values[0], next = values[1];
+        count_greater(place, four, value);
+        count_greater(second_place, four, second_value);
+        count_greater(place, next, value);
+        count_greater(second_place, next, second_value);
+      }
+      place_candidate(second, total(second_place));
+    } else {
+#pragma unroll 1
+      for (; values < end; values += 2) {
+        const float4 four = values[0], next = values[1];
+        count_greater(place, four, value);
+        count_greater(place, next, value);
+      }
+    }
+    place_candidate(own, total(place));
+  }
+  __syncwarp();
+  if (__any_sync(kAllLanes, equal)) rank_ties(count, top_k, found);
 }
 
 }  // namespace duomoe::cuda

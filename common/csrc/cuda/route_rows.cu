@@ -1,10 +1,10 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// `route` for any E and K: one warp per token, whose row is in shared memory. A warp takes one or
-// more streams of a chunk. Bound by the issue of instructions: a row is swept twice, once for
-// exponentials and scores, once for the candidates and the streams' sums, and copied to shared
-// memory while the token before it is ranked.
+// `route` for any E and K: one warp per token, whose row is in shared memory. Bound by the issue of
+// instructions and by their latency: a row is swept twice, once for exponentials and scores, once
+// for the streams' sums, and copied to shared memory while the token before it is ranked. The warps
+// of a block take the tokens of its chunk in turn; a stream's tokens are added in order.
 #include "route_rows.cuh"
 
 namespace duomoe::cuda {
@@ -30,11 +30,12 @@ struct Layout {
 
 // One block per chunk.
 template <Score kScore, Input kInput>
-__global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
+__global__ void __launch_bounds__(kMostWarps* kLanes, 2)
     route_rows(const __grid_constant__ Route a, const Layout layout) {
   constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kInput == Input::kAny;
   extern __shared__ __align__(16) float shared_memory[];
-  __shared__ Found all_found[kMaxWarps];
+  __shared__ Found all_found[kMostWarps];
+  __shared__ Stream all_streams[kStreams];
   __shared__ float stream_logsumexp_sq[kStreams];
   __shared__ int32_t stream_tokens[kStreams];
 
@@ -42,18 +43,16 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
   const Chunk chunk = chunk_of(a, blockIdx.x);
   if (chunk.begin >= chunk.end) return;
   const int experts = a.experts, warp = warp_id(), padded = layout.padded;
-  const int threads = static_cast<int>(blockDim.x);
+  const int threads = static_cast<int>(blockDim.x), warps = layout.warps;
   const bool shared = !kAny || layout.shared;
   float* streams =
       shared ? shared_memory : a.streams + static_cast<int64_t>(blockIdx.x) * kStreams * padded;
   float* rows = shared_memory + layout.streams();
   float* bias = rows + layout.rows();
   uint32_t* after_bias = reinterpret_cast<uint32_t*>(bias + layout.bias());
-  int32_t* counts =
-      shared ? reinterpret_cast<int32_t*>(after_bias) : a.partials.counts(blockIdx.x);
+  int32_t* counts = shared ? reinterpret_cast<int32_t*>(after_bias) : a.partials.counts(blockIdx.x);
   uint32_t* group_keys = after_bias + layout.counts(a.count_words()) + warp * a.groups.count;
   Warp<kScore, kInput> own{a, rows + warp * padded, streams, kAny ? a.bias : bias, all_found[warp]};
-  Found& found = own.found;
   if (chunk.begin + warp < chunk.end) own.start_copy(chunk.begin + warp);
 
   bool regular = a.groups.all_stay() && a.top_k <= kMaxTop;
@@ -63,61 +62,74 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
     if (shared) bias[e] = b;
   }
   for (int i = static_cast<int>(threadIdx.x); i < a.count_words(); i += threads) counts[i] = 0;
+  for (int64_t i = kAdjacent * static_cast<int64_t>(threadIdx.x); i < int64_t{kStreams} * padded;
+       i += kAdjacent * threads)
+    *reinterpret_cast<float4*>(streams + i) = float4{};
+  if (static_cast<int>(threadIdx.x) < kStreams) all_streams[threadIdx.x].init();
   regular = __syncthreads_and(regular) != 0;
 
-  for (int j = warp; j < kStreams; j += warps_per_block()) {
-    own.sums = streams + static_cast<int64_t>(j) * padded;
-    int64_t t = chunk.begin + j;
-    if (j != warp && t < chunk.end) own.start_copy(t);
-    for (int e = kAdjacent * lane_id(); e < padded; e += kColumns)
-      *reinterpret_cast<float4*>(own.sums + e) = float4{};
-    LogSumExps logsumexps;
-    for (; t < chunk.end; t += kStreams) {
-      const auto next = [&] {
-        __syncwarp();  // all have read the row
-        if (t + kStreams < chunk.end) own.start_copy(t + kStreams);
-      };
-      own.wait_for_copy();
-      if (a.mask && !a.mask[t]) {
-        leave_slots_unused(a, t);
-        next();
-        continue;
-      }
-      float exponential_sum = 0.0f;
-      bool moderate = false;
-      Columns exponentials = {}, scores = {}, maxima;
-      if (regular) {
-#pragma unroll
-        for (int i = 0; i < kAdjacent; ++i) maxima[i] = -math::infinity();
-        moderate = own.compute_scores(t, exponentials, scores, maxima);
-        exponential_sum = warp_sum(join_columns(exponentials));
-        moderate = moderate && exponential_sum < 1e37f;  // that of a NaN is larger, or NaN
-      }
-      if (moderate) {
-        const float inverse = math::reciprocal(exponential_sum);
-        const float share = kSoftmax ? inverse : math::reciprocal(warp_sum(join_columns(scores)));
-        __syncwarp();
-        own.choose(t, share, inverse, maxima, next,
-                   [&](int32_t e) { atomicAdd(counts + experts + e, 1); });
-        own.write_slots(t, [&](int32_t e) { atomicAdd(counts + e, 1); });
-        logsumexps.add(exponential_sum);
-        __syncwarp();  // all have read `found`
-      } else {
-        __syncwarp();
-        Row row{.score = kScore, .experts = experts, .z = a.row(t), .s = own.row};
-        route_token(a, t, row, group_keys, counts, counts + experts);
-        logsumexps.add_ready(row.logsumexp);
-        for (int e = kAdjacent * lane_id(); e < experts; e += kColumns) {
-          for (int i = e; i < e + kAdjacent && i < experts; ++i)
-            own.sums[i] = math::fma(row.unscaled_probability(i), row.share, own.sums[i]);
-        }
-        next();
-      }
+#pragma unroll 1
+  for (int64_t t = chunk.begin + warp; t < chunk.end; t += warps) {
+    const auto i = static_cast<unsigned>(t - chunk.begin);
+    Stream& stream = all_streams[i % kStreams];
+    own.sums = streams + static_cast<int64_t>(i % kStreams) * padded;
+    const auto wait_for_turn = [&] {
+      if (warps > kStreams) stream.wait_for_turn(i / kStreams);
+    };
+    const auto finish_row = [&] {
+      __syncwarp();  // all have read the row, too
+      if (warps > kStreams) stream.pass_turn(i / kStreams);
+      if (t + warps < chunk.end) own.start_copy(t + warps);
+    };
+    own.wait_for_copy();
+    if (a.mask && !a.mask[t]) {
+      leave_slots_unused(a, t);
+      wait_for_turn();
+      finish_row();
+      continue;
     }
-    const float logsumexp_sq = logsumexps.sum_of_squares();
+    float exponential_sum = 0.0f;
+    bool moderate = false;
+    Columns exponentials = {}, scores = {}, maxima;
+    if (regular) {
+#pragma unroll
+      for (int c = 0; c < kAdjacent; ++c) maxima[c] = -math::infinity();
+      moderate = own.compute_scores(t, exponentials, scores, maxima);
+      exponential_sum = warp_sum(join_columns(exponentials));
+      moderate = moderate && exponential_sum < 1e37f;  // that of a NaN is larger, or NaN
+    }
+    __syncwarp();
+    if (moderate) {
+      const float inverse = math::reciprocal(exponential_sum);
+      const float share = kSoftmax ? inverse : math::reciprocal(warp_sum(join_columns(scores)));
+      const auto row_done = [&] {
+        wait_for_turn();
+        own.add_row(share);
+        stream.add(exponential_sum);
+        finish_row();
+      };
+      own.choose(t, inverse, maxima, row_done,
+                 [&](int32_t e) { atomicAdd(counts + experts + e, 1); });
+      own.write_slots(t, [&](int32_t e) { atomicAdd(counts + e, 1); });
+      __syncwarp();  // all have read `found`
+    } else {
+      Row row{.score = kScore, .experts = experts, .z = a.row(t), .s = own.row};
+      route_token(a, t, row, group_keys, counts, counts + experts);
+      wait_for_turn();
+      for (int e = kAdjacent * lane_id(); e < experts; e += kColumns) {
+        for (int c = e; c < e + kAdjacent && c < experts; ++c)
+          own.sums[c] = math::fma(row.unscaled_probability(c), row.share, own.sums[c]);
+      }
+      stream.add_logsumexp(row.logsumexp);
+      finish_row();
+    }
+  }
+  __syncthreads();
+  for (int j = warp; j < kStreams; j += warps) {
+    all_streams[j].flush();
     if (lane_id() == 0) {
-      stream_logsumexp_sq[j] = logsumexp_sq;
-      stream_tokens[j] = logsumexps.count();
+      stream_logsumexp_sq[j] = all_streams[j].logsumexp_sq;
+      stream_tokens[j] = all_streams[j].tokens;
     }
   }
   __syncthreads();
@@ -126,20 +138,29 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
 }
 
 // What a block has besides its dynamic memory.
-constexpr size_t kStaticBytes = sizeof(Found) * kMaxWarps + 128;
+constexpr size_t kStaticBytes = (sizeof(Found) * kMostWarps) + (sizeof(Stream) * kStreams) + 128;
+
+// What a multiprocessor takes for itself of each block's shared memory.
+constexpr size_t kReservedBytes = size_t{1} << 10;
 
 // No warps: one row has no room.
 Layout layout_of(int64_t experts, int64_t count_words, int64_t group_keys, size_t limit) {
   const auto room = static_cast<int64_t>(limit);
   if (kWordBytes * experts > room) return {.warps = 0, .padded = 0, .shared = false};
-  Layout layout{.warps = kMaxWarps,
+  Layout layout{.warps = kMostWarps,
                 .padded = static_cast<int>(ceil_div(experts, kAdjacent)) * kAdjacent,
                 .shared = true};
-  const auto fits = [&] {
-    return kWordBytes * layout.words(count_words, group_keys) +
-               static_cast<int64_t>(kStaticBytes) <=
-           room;
+  const auto fits = [&](int64_t blocks = 1) {
+    return blocks * (kWordBytes * layout.words(count_words, group_keys) +
+                     static_cast<int64_t>(kStaticBytes + kReservedBytes)) <=
+           room + static_cast<int64_t>(kReservedBytes);
   };
+  // Two blocks of fewer warps have more warps than one.
+  if (!fits(2)) {
+    layout.warps = kMaxWarps;
+    if (!fits(2)) layout.warps = kMostWarps;
+  }
+  if (!fits()) layout.warps = kMaxWarps;
   while (!fits() && layout.warps > 2) layout.warps /= 2;
   if (!fits()) {
     layout.shared = false;

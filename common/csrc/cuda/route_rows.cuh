@@ -11,13 +11,81 @@
 
 #include "rank_many.cuh"
 #include "route.cuh"
+#include "shared.cuh"
 
 namespace duomoe::cuda::rows {
 
 constexpr int kStepVectors = 2;  // of a lane, in work side by side
 constexpr int kStep = kStepVectors * kColumns;
-constexpr int kStepBits = kStepVectors * kAdjacent;
-constexpr int kMaskSteps = 32 / kStepBits, kMasks = 3;
+
+// Warps of a block: this many, or kMaxWarps or fewer.
+constexpr int kMostWarps = 12;
+
+// One of a chunk's streams, whose tokens are taken in order by different warps: token n waits for
+// its turn and then passes it on. The sum of logsumexp^2 takes sums of exponentials, which are held
+// until a logarithm serves 32 of them.
+struct Stream {
+  // Barriers with a phase for each token with an even or odd n. A warp knows the phase it waits for
+  // by its parity, for which that before it must have ended, of token n - 3; which it has if that
+  // is kTokensBack tokens of the stream before the warp's own, since the warp took one of them.
+  static constexpr int kBarriers = 2, kTokensBack = kBarriers + 1;
+  static_assert(kTokensBack * kStreams % kMostWarps == 0);
+  uint64_t turn[kBarriers];
+  float held[kLanes];
+  int holds;
+  int32_t tokens;
+  float logsumexp_sq;
+
+  // By one thread.
+  __device__ void init() {
+    for (uint64_t& barrier : turn) init_barrier(&barrier);
+    holds = tokens = 0;
+    logsumexp_sq = 0.0f;
+  }
+  __device__ void wait_for_turn(unsigned n) {
+    if (n == 0) return;
+    wait_for_barrier(turn + (n - 1) % kBarriers, (n - 1) / kBarriers % 2);
+  }
+  __device__ void pass_turn(unsigned n) {
+    if (lane_id() == 0) arrive_at_barrier(turn + n % kBarriers);
+  }
+
+  // The next are for all lanes, whose accesses to the stream before and after are ordered by the
+  // caller.
+  __device__ void add(float exponential_sum) {
+    if (holds == kLanes) flush();
+    const int i = holds;
+    __syncwarp();
+    if (lane_id() == 0) {
+      held[i] = exponential_sum;
+      holds = i + 1;
+    }
+  }
+  __device__ void add_logsumexp(float logsumexp) {
+    flush();
+    if (lane_id() == 0) {
+      logsumexp_sq = math::fma(logsumexp, logsumexp, logsumexp_sq);
+      ++tokens;
+    }
+  }
+  __device__ __noinline__ void flush() {
+    const int n = holds;
+    const float value = math::log(lane_id() < n ? held[lane_id()] : 1.0f);
+    float sum = logsumexp_sq;
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {
+      const float one = __shfl_sync(kAllLanes, value, i);
+      sum = math::fma(one, one, sum);
+    }
+    __syncwarp();
+    if (lane_id() == 0) {
+      logsumexp_sq = sum;
+      tokens += n;
+      holds = 0;
+    }
+    __syncwarp();
+  }
+};
 
 // kAny: rows of any type and alignment, and blocks whose sums or counts are in the workspace. The
 // others are whole vectors, with all that a block keeps in shared memory.
@@ -168,9 +236,10 @@ struct Warp {
   __device__ float score_of(int e, float inverse) const {
     return kSoftmax ? row[e] * inverse : row[e];
   }
+  template <bool kOnLogit>
   __device__ float value(int64_t t, int e, float inverse, float bias_factor) const {
     const float b = kAny && !bias ? 0.0f : bias[e];
-    return math::fma(b, bias_factor, a.on_logit ? a.row(t)(e) : score_of(e, inverse));
+    return value_of<kOnLogit>(kOnLogit ? a.row(t)(e) : 0.0f, row[e], b, inverse, bias_factor);
   }
 
   template <bool kOnLogit>
@@ -189,137 +258,176 @@ struct Warp {
     }
   }
 
-  // The experts of a lane that reach a bound: in the lowest bits of masks[0] those of the last
-  // step, that of expert e, in higher bits and masks those of steps before it.
-  struct Hits {
-    unsigned masks[kMasks] = {};
-    int steps = 0;  // in masks[0]
-
-    __device__ void add(unsigned bits) {
-      if (steps == kMaskSteps) {
+  // Adds `share` times the row to the sums.
+  __device__ void add_row(float share) const {
+#pragma unroll kStepVectors
+    for (int e = kAdjacent * lane_id(); e < a.experts; e += kColumns) {
+      float s[kAdjacent], sum[kAdjacent];
+      load_four(row + e, s);
+      load_four(sums + e, sum);
 #pragma unroll
-        for (int m = kMasks - 1; m > 0; --m) masks[m] = masks[m - 1];
-        masks[0] = steps = 0;
-      }
-      masks[0] = masks[0] << kStepBits | bits;
-      ++steps;
+      for (int i = 0; i < kAdjacent; ++i) sum[i] = math::fma(s[i], share, sum[i]);
+      *reinterpret_cast<float4*>(sums + e) = make_float4(sum[0], sum[1], sum[2], sum[3]);
     }
-  };
-
-  // Appends them to found.ids, of which `count` are there; those beyond the room are only counted.
-  __device__ int gather(const Hits& hits, int e, int count) const {
-    int own = 0;
-#pragma unroll
-    for (int m = 0; m < kMasks; ++m) own += __popc(hits.masks[m]);
-    int upto = own;
-#pragma unroll
-    for (int width = 1; width < kLanes; width *= 2) {
-      const int before = __shfl_up_sync(kAllLanes, upto, width);
-      if (lane_id() >= width) upto += before;
-    }
-    int at = count + upto - own;
-#pragma unroll
-    for (int m = 0; m < kMasks; ++m) {
-      if (m > 0) e -= (m == 1 ? hits.steps : kMaskSteps) * kStep;
-#pragma unroll 1
-      for (unsigned mask = hits.masks[m]; mask != 0; mask &= mask - 1) {
-        const int bit = __ffs(static_cast<int>(mask)) - 1;
-        const int id = e - (bit >> 3) * kStep + (bit >> 2 & 1) * kColumns + (bit & 3);
-        if (at < Found::kRoom) found.ids[at] = id;
-        ++at;
-      }
-    }
-    return count + __shfl_sync(kAllLanes, upto, kLanes - 1);
   }
-  static_assert(kStepVectors == 2 && kAdjacent == 4);
 
-  // Adds `share` times the row to the sums, and counts and gathers the experts that reach `bound`.
+  // Puts the ids of the values that reach `bound` in found.ids and returns their number; those
+  // beyond the room are only counted. A column has such values if its maximum is one; of columns
+  // kColumns can be listed.
   template <bool kOnLogit>
-  __device__ int sweep(int64_t t, float share, float inverse, float bias_factor,
-                       float bound) const {
-    int count = 0;
-#pragma unroll 1
-    for (int begin = 0; begin < a.experts; begin += kMasks * kMaskSteps * kStep) {
-      const int end = min(begin + kMasks * kMaskSteps * kStep, a.experts);
-      Hits hits;
-      int last = 0;
-      for_steps(begin, end, [&](int e, auto whole) {
-        float z[kStepVectors][kAdjacent] = {}, b[kStepVectors][kAdjacent],
-              s[kStepVectors][kAdjacent], sum[kStepVectors][kAdjacent];
+  __device__ int gather(int64_t t, float inverse, float bias_factor, float bound,
+                        const Columns& maxima) const {
+    const unsigned before = (1u << lane_id()) - 1;
+    int columns = 0;
 #pragma unroll
-        for (int v = 0; v < kStepVectors; ++v) {
-          const int at = e + v * kColumns;
-          if (!has(whole, at)) continue;
-          load_four(row + at, s[v]);
-          load_four(sums + at, sum[v]);
-          load_bias(at, b[v]);
-          if (kOnLogit) load_logits<false>(t, at, z[v]);
-        }
-        unsigned bits = 0;
-#pragma unroll
-        for (int v = 0; v < kStepVectors; ++v) {
-          const int at = e + v * kColumns;
-          if (!has(whole, at)) continue;
-#pragma unroll
-          for (int i = 0; i < kAdjacent; ++i) {
-            sum[v][i] = math::fma(s[v][i], share, sum[v][i]);
-            const bool there = !kAny || decltype(whole)::value || at + i < a.experts;
-            if (there &&
-                value_of<kOnLogit>(z[v][i], s[v][i], b[v][i], inverse, bias_factor) >= bound)
-              bits |= 1u << (v * kAdjacent + i);
-          }
-          *reinterpret_cast<float4*>(sums + at) =
-              make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
-        }
-        last = e;
-        hits.add(bits);
-      });
-      count = gather(hits, last, count);
+    for (int i = 0; i < kAdjacent; ++i) {
+      const bool reaches = maxima[i] >= bound;
+      const unsigned all = __ballot_sync(kAllLanes, reaches);
+      if (reaches) found.columns[columns + __popc(all & before)] = kAdjacent * lane_id() + i;
+      columns += __popc(all);
     }
-    return count;
+    if (lane_id() == 0) found.more = 0;
+    __syncwarp();
+    if (columns > limit()) return Found::kRoom + 1;
+#pragma unroll 1
+    for (int i = lane_id(); i < columns; i += kLanes) {
+      constexpr int kBits = 32, kTogether = 4;
+      const int column = found.columns[i];
+      int place = i;
+#pragma unroll 1
+      for (int begin = column; begin < a.experts; begin += kBits * kColumns) {
+        const int end = min(begin + kBits * kColumns, a.experts);
+        unsigned mask = 0;  // the lowest bit for the last
+        int e = begin;
+#pragma unroll 1
+        for (; e + (kTogether - 1) * kColumns < end; e += kTogether * kColumns) {
+          float v[kTogether];
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j)
+            v[j] = value<kOnLogit>(t, e + j * kColumns, inverse, bias_factor);
+          mask <<= kTogether;
+#pragma unroll
+          for (int j = 0; j < kTogether; ++j) {
+            if (v[j] >= bound) mask |= 1u << (kTogether - 1 - j);
+          }
+        }
+#pragma unroll 1
+        for (; e < end; e += kColumns)
+          mask = mask << 1 | (value<kOnLogit>(t, e, inverse, bias_factor) >= bound ? 1u : 0u);
+#pragma unroll 1
+        for (; mask != 0; mask &= mask - 1) {
+          if (place < 0) place = columns + atomicAdd(&found.more, 1);
+          if (place < Found::kRoom) found.ids[place] = e - __ffs(static_cast<int>(mask)) * kColumns;
+          place = -1;
+        }
+      }
+    }
+    __syncwarp();
+    return columns + found.more;
   }
 
-  // Where more experts reach `bound` than there is room for: gathers those that reach a higher one
-  // which still K or more reach, or, where too many equal the K-th value, the first of these.
-  template <typename F>
-  __device__ int gather_fewer(int count, float bound, F value) const {
-    const auto reaching = [&](int key) {
+  // More candidates than that are too many if others are equal to the K-th value.
+  __device__ int limit() const { return a.top_k <= kLanes ? 2 * kLanes : Found::kRoom; }
+
+  // The same where too many values reach `bound`: the ids of those above a bound that K reach, and
+  // of the first that are equal to it, K or more together.
+  template <bool kOnLogit>
+  static __device__ __noinline__ int gather_ties(Warp self, int64_t t, float inverse,
+                                                 float bias_factor, float bound) {
+    const int experts = self.a.experts, top_k = self.a.top_k;
+    const auto values = [&](int e, float* v) {
+#pragma unroll
+      for (int i = 0; i < kAdjacent; ++i) {
+        v[i] = e + i < experts ? self.template value<kOnLogit>(t, e + i, inverse, bias_factor)
+                               : -math::infinity();
+      }
+    };
+    const auto count = [&](auto counts) {
       int n = 0;
-      for (int e = lane_id(); e < a.experts; e += kLanes) n += key_of(value(e)) >= key;
+#pragma unroll 1
+      for (int e = kAdjacent * lane_id(); e < experts; e += kColumns) {
+        float v[kAdjacent];
+        values(e, v);
+#pragma unroll
+        for (int i = 0; i < kAdjacent; ++i) n += counts(v[i]);
+      }
       return static_cast<int>(__reduce_add_sync(kAllLanes, n));
     };
-    int low = key_of(bound), high = key_of(math::infinity());
-    for (unsigned width; (width = static_cast<unsigned>(high) - static_cast<unsigned>(low)) > 1;) {
-      if (count <= Found::kRoom) break;
-      const int middle = static_cast<int>(low + width / 2), n = reaching(middle);
-      if (n >= a.top_k) {
-        low = middle;
-        count = n;
-      } else {
-        high = middle;
+    int above = count([&](float v) { return v > bound; });
+    if (above > Found::kRoom) {
+      // K or more reach `low`, fewer reach `high`.
+      int low = key_of(bound), high = key_of(math::infinity());
+#pragma unroll 1
+      for (unsigned width;
+           (width = static_cast<unsigned>(high) - static_cast<unsigned>(low)) > 1;) {
+        const int middle = static_cast<int>(low + width / 2);
+        const float x = value_of_signed_key(middle);
+        const int reach = count([&](float v) { return v >= x; });
+        (reach >= top_k ? low : high) = middle;
+        if (reach >= top_k && reach <= Found::kRoom) break;
       }
+      bound = value_of_signed_key(low);
+      above = count([&](float v) { return v > bound; });
     }
-    int ties = count <= Found::kRoom ? count : a.top_k - reaching(low + 1);
-    count = 0;
-    for (int begin = 0; begin < a.experts; begin += kLanes) {
-      const int e = begin + lane_id();
-      const int key = e < a.experts ? key_of(value(e)) : INT_MIN;
-      const unsigned equal = __ballot_sync(kAllLanes, key == low);
-      const unsigned before = (1u << lane_id()) - 1;
-      const bool taken = key > low || (key == low && __popc(equal & before) < ties);
-      const unsigned all = __ballot_sync(kAllLanes, taken);
-      if (taken) found.ids[count + __popc(all & before)] = e;
-      count += __popc(all);
-      ties -= min(ties, __popc(equal));
+    int ties = max(0, top_k - above);
+    const unsigned lanes_before = (1u << lane_id()) - 1;
+    __syncwarp();
+    if (lane_id() == 0) self.found.more = 0;
+    __syncwarp();
+#pragma unroll 1
+    for (int begin = 0; begin < experts; begin += kColumns) {
+      const int e = begin + kAdjacent * lane_id();
+      float v[kAdjacent];
+      values(e, v);
+      int before = 0, all = 0;
+#pragma unroll
+      for (int i = 0; i < kAdjacent; ++i) {
+        const unsigned equal = __ballot_sync(kAllLanes, v[i] == bound);
+        before += __popc(equal & lanes_before);
+        all += __popc(equal);
+      }
+#pragma unroll
+      for (int i = 0; i < kAdjacent; ++i) {
+        const bool tie = v[i] == bound;
+        if (v[i] > bound || (tie && before < ties))
+          self.found.ids[atomicAdd(&self.found.more, 1)] = e + i;
+        before += tie;
+      }
+      ties -= min(ties, all);
+    }
+    __syncwarp();
+    return max(above, top_k);
+  }
+
+  // The candidates' ids, values and scores; the number of them.
+  template <bool kOnLogit>
+  __device__ int find(int64_t t, float inverse, float bias_factor, bool have_maxima,
+                      Columns& maxima) const {
+    if (!have_maxima) {
+#pragma unroll
+      for (int i = 0; i < kAdjacent; ++i) maxima[i] = -math::infinity();
+      find_maxima<kOnLogit>(t, inverse, bias_factor, maxima);
+    }
+    const bool all_there = a.experts >= kColumns;
+    const float bound = all_there && a.top_k <= kFewTop
+                            ? bound_of_lanes(maxima, a.top_k, found)
+                            : bound_of_maxima(maxima, all_there, a.top_k);
+    int count = gather<kOnLogit>(t, inverse, bias_factor, bound, maxima);
+    if (count > limit()) count = gather_ties<kOnLogit>(*this, t, inverse, bias_factor, bound);
+#pragma unroll 1
+    for (int i = lane_id(); i < count; i += kLanes) {
+      const int32_t e = found.ids[i];
+      found.values[i] = value<kOnLogit>(t, e, inverse, bias_factor);
+      found.scores[i] = score_of(e, inverse);
     }
     return count;
   }
 
-  // One moderate token, whose scores are ready: adds it to the sums, and leaves its slots' experts
-  // and scores in `found`. row_done() comes when the row is no longer needed; count_loss(id) for
-  // each expert of the loss's own selection.
+  // One moderate token, whose scores are ready: leaves its slots' experts and scores in `found`.
+  // row_done() comes when they no longer need the row; count_loss(id) for each expert of the loss's
+  // own selection.
   template <typename F, typename G>
-  __device__ void choose(int64_t t, float share, float inverse, Columns& maxima, F row_done,
+  __device__ void choose(int64_t t, float inverse, Columns& maxima, F row_done,
                          G count_loss) const {
     const int top_k = a.top_k;
     const bool have_maxima = !a.on_logit && !a.separate_loss_counts && !(kSoftmax && a.bias);
@@ -327,47 +435,21 @@ struct Warp {
     for (int i = 0; kSoftmax && i < kAdjacent; ++i) maxima[i] *= inverse;  // which is monotone
 #pragma unroll 1
     for (int loss = a.separate_loss_counts; loss >= 0; --loss) {
-      const bool given = a.given && !loss, on_logit = a.on_logit && !given;
-      const float bias_factor = loss ? 0.0f : 1.0f;  // exact, as are the shares 0 that are added
-      if (!have_maxima && !given) {
-#pragma unroll
-        for (int i = 0; i < kAdjacent; ++i) maxima[i] = -math::infinity();
-        if (on_logit) {
-          find_maxima<true>(t, inverse, bias_factor, maxima);
-        } else {
-          find_maxima<false>(t, inverse, bias_factor, maxima);
-        }
-      }
-      float bound = math::infinity();
-      if (!given) {
-        const bool all_there = a.experts >= kColumns;
-        bound = all_there && top_k <= kFewTop ? bound_of_lanes(maxima, top_k, found)
-                                              : bound_of_maxima(maxima, all_there, top_k);
-      }
-      const float part = loss ? 0.0f : share;
-      int count = on_logit ? sweep<true>(t, part, inverse, bias_factor, bound)
-                           : sweep<false>(t, part, inverse, bias_factor, bound);
-      const auto own_value = [&](int e) { return value(t, e, inverse, bias_factor); };
-      if (count > Found::kRoom) count = gather_fewer(count, bound, own_value);
-      __syncwarp();
-      if (given) {
+      const float bias_factor = loss ? 0.0f : 1.0f;  // exact
+      if (a.given && !loss) {
         for (int k = lane_id(); k < top_k; k += kLanes) {
           const int32_t id = given_id(a, t * top_k + k);
           found.ids[k] = id;
           found.scores[k] = id >= 0 ? score_of(id, inverse) : 0.0f;
           found.best[k] = k;
         }
-      } else {
-#pragma unroll 1
-        for (int i = lane_id(); i < count; i += kLanes) {
-          const int32_t e = found.ids[i];
-          found.values[i] = own_value(e);
-          found.scores[i] = score_of(e, inverse);
-        }
+        row_done();
+        break;
       }
-      __syncwarp();
+      const int count = a.on_logit ? find<true>(t, inverse, bias_factor, have_maxima, maxima)
+                                   : find<false>(t, inverse, bias_factor, have_maxima, maxima);
       if (!loss) row_done();
-      if (!given) rank_found(count, top_k, found);
+      rank_found(count, top_k, found);
       if (loss) {
         for (int k = lane_id(); k < top_k; k += kLanes) count_loss(found.ids[found.best[k]]);
         __syncwarp();
@@ -393,20 +475,15 @@ struct Warp {
     for (int width = kLanes / 2; width > 0; width /= 2) {
       if (width < top_k) sum += __shfl_xor_sync(kAllLanes, sum, width);  // the others are 0
     }
-    const Divisor divisor =
-        math::weight_divisor(a.options.normalize, a.options.eps_mode, sum, a.options.eps);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int k = slot + i * kLanes;
       if (i > 0 && top_k <= kLanes) break;
-      const bool used = k < top_k && id[i] >= 0;
-      // 1: a division of 0 takes a long way.
-      float weight = used ? score[i] : 1.0f;
-      if (a.options.normalize) weight = weight / divisor.value;
+      const float weight = divided_weight(a.options, score[i], sum);
       if (k >= top_k) break;
       a.indices[t * top_k + k] = id[i];
-      a.weights[t * top_k + k] = used ? weight * a.options.scale : 0.0f;
-      if (used) count(id[i]);
+      a.weights[t * top_k + k] = weight;
+      if (id[i] >= 0) count(id[i]);
     }
   }
 };

@@ -27,4 +27,36 @@ __device__ inline ulonglong2 load_shared_pair(uint32_t address) {
   return x;
 }
 
+// A barrier in shared memory, each phase of which ends with one arrival. What was written before it
+// is seen after the wait.
+__device__ inline void init_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;"
+               :
+               : "r"(shared_address(barrier))
+               : "memory");
+}
+__device__ inline void arrive_at_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+               :
+               : "r"(shared_address(barrier))
+               : "memory");
+}
+// Until the phase of this parity has ended, which is the current one or the one before.
+__device__ inline void wait_for_barrier(uint64_t* barrier, unsigned parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define DUOMOE_WAIT "try_wait"  // sleeps for a while
+#else
+#define DUOMOE_WAIT "test_wait"
+#endif
+  const uint32_t address = shared_address(barrier);
+  for (uint32_t open = 0; !open;) {
+    asm volatile("{\n\t.reg .pred p;\n\tmbarrier." DUOMOE_WAIT
+                 ".parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+                 : "=r"(open)
+                 : "r"(address), "r"(parity)
+                 : "memory");
+  }
+#undef DUOMOE_WAIT
+}
+
 }  // namespace duomoe::cuda
