@@ -18,7 +18,7 @@ constexpr int kMaxTop = 2 * kLanes;
 // The candidates, experts that reach a bound, in any order, and which of them are the K best, in
 // order.
 struct Found {
-  static constexpr int kRoom = 2 * kMaxTop, kTogether = 8;
+  static constexpr int kRoom = 2 * kMaxTop, kTogether = 8, kNone = -1;
   alignas(16) float values[kRoom + kTogether];  // -inf after the last
   alignas(16) int32_t ids[kRoom + kAdjacent];
   union {
@@ -26,7 +26,7 @@ struct Found {
     int32_t columns[kColumns];  // those with candidates, while these are looked for
   };
   int32_t best[kMaxTop];
-  int more;  // candidates beyond the first of each column
+  int claimed;  // places of `columns`, and then of `ids`
 };
 
 // signed_key with -0 equal to +0.
@@ -111,7 +111,7 @@ __device__ inline float bound_of_lanes(const Columns& maxima, int top_k, Found& 
   return value_of_signed_key(__reduce_min_sync(kAllLanes, key));
 }
 
-// rank_found where candidates have equal values.
+// found.best by value and id, of any number of candidates.
 static __device__ __noinline__ void rank_ties(int count, int top_k, Found& found) {
   if (lane_id() < kAdjacent) found.ids[count + lane_id()] = 0;
   __syncwarp();
@@ -134,48 +134,62 @@ static __device__ __noinline__ void rank_ties(int count, int top_k, Found& found
   __syncwarp();
 }
 
+// Fills found.best with candidates `first` to first + 2 kLanes, by value alone: false if the lane's
+// candidate has the place of another one, whose value is equal.
+__device__ inline bool rank_two(int first, int count, int top_k, Found& found) {
+  const int own = first + lane_id(), second = own + kLanes;
+  const float4 *values = reinterpret_cast<const float4*>(found.values),
+               *end = values + (count + kAdjacent - 1) / kAdjacent;
+  bool single = true;
+  // Lanes with equal values have one place between them: an atomic store is no race.
+  const auto place_candidate = [&](int own, const int (&above)[kAdjacent]) {
+    const int place = total(above);
+    if (own < count && place < top_k)
+      single = atomicExch(found.best + place, own) == Found::kNone && single;
+  };
+  const float value = own < count ? found.values[own] : 0.0f;
+  int above[kAdjacent] = {};
+  if (first + kLanes < count) {
+    const float second_value = second < count ? found.values[second] : 0.0f;
+    int second_above[kAdjacent] = {};
+#pragma unroll 1
+    for (; values < end; values += 2) {
+      const float4 four = values[0], next = values[1];
+      count_greater(above, four, value);
+      count_greater(second_above, four, second_value);
+      count_greater(above, next, value);
+      count_greater(second_above, next, second_value);
+    }
+    place_candidate(second, second_above);
+  } else {
+#pragma unroll 1
+    for (; values < end; values += 2) {
+      const float4 four = values[0], next = values[1];
+      count_greater(above, four, value);
+      count_greater(above, next, value);
+    }
+  }
+  place_candidate(own, above);
+  return single;
+}
+static __device__ __noinline__ bool rank_more(int count, int top_k, Found& found) {
+  bool single = true;
+#pragma unroll 1
+  for (int first = 0; first < count; first += 2 * kLanes)
+    single = rank_two(first, count, top_k, found) && single;
+  return single;
+}
+
 // found.best: the K of the `count` candidates that are first by (value descending, id ascending).
 __device__ inline void rank_found(int count, int top_k, Found& found) {
-  constexpr int kTogether = Found::kTogether, kNone = -1;
-  if (lane_id() < kTogether) found.values[count + lane_id()] = -math::infinity();
-  for (int k = lane_id(); k < top_k; k += kLanes) found.best[k] = kNone;
+  if (lane_id() < Found::kTogether) found.values[count + lane_id()] = -math::infinity();
+#pragma unroll
+  for (int k = lane_id(); k < kMaxTop; k += kLanes) found.best[k] = Found::kNone;
   __syncwarp();
-  bool equal = false;  // to another, which has the same place by value
-  // Lanes with equal values have one place between them: an atomic store is no race.
-  const auto place_candidate = [&](int own, int place) {
-    if (own < count && place < top_k) equal = atomicExch(found.best + place, own) != kNone || equal;
-  };
-#pragma unroll 1
-  for (int first = 0; first < count; first += 2 * kLanes) {
-    const int own = first + lane_id(), second = own + kLanes;
-    const float4* values = reinterpret_cast<const float4*>(found.values);
-    const float4* end = values + (count + kAdjacent - 1) / kAdjacent;
-    const float value = own < count ? found.values[own] : 0.0f;
-    int place[kAdjacent] = {};
-    if (first + kLanes < count) {
-      const float second_value = second < count ? found.values[second] : 0.0f;
-      int second_place[kAdjacent] = {};
-#pragma unroll 1
-      for (; values < end; values += 2) {
-        const float4 four = values[0], next = values[1];
-        count_greater(place, four, value);
-        count_greater(second_place, four, second_value);
-        count_greater(place, next, value);
-        count_greater(second_place, next, second_value);
-      }
-      place_candidate(second, total(second_place));
-    } else {
-#pragma unroll 1
-      for (; values < end; values += 2) {
-        const float4 four = values[0], next = values[1];
-        count_greater(place, four, value);
-        count_greater(place, next, value);
-      }
-    }
-    place_candidate(own, total(place));
-  }
+  const bool single =
+      count <= 2 * kLanes ? rank_two(0, count, top_k, found) : rank_more(count, top_k, found);
   __syncwarp();
-  if (__any_sync(kAllLanes, equal)) rank_ties(count, top_k, found);
+  if (!__all_sync(kAllLanes, single)) rank_ties(count, top_k, found);
 }
 
 }  // namespace duomoe::cuda

@@ -16,6 +16,7 @@ using namespace rows;
 struct Layout {
   int warps, padded;  // padded: E as whole vectors
   bool shared;        // streams, bias and counts
+  bool rare = false;  // find_rarely
 
   __host__ __device__ int64_t streams() const {
     return shared ? static_cast<int64_t>(kStreams) * padded : 0;
@@ -53,7 +54,13 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 2)
   int32_t* counts = shared ? reinterpret_cast<int32_t*>(after_bias) : a.partials.counts(blockIdx.x);
   uint32_t* group_keys = after_bias + layout.counts(a.count_words()) + warp * a.groups.count;
   Warp<kScore, kInput> own{a, rows + warp * padded, streams, kAny ? a.bias : bias, all_found[warp]};
-  if (chunk.begin + warp < chunk.end) own.start_copy(chunk.begin + warp);
+  const auto tokens = static_cast<unsigned>(chunk.end - chunk.begin);
+  const unsigned row_bytes = static_cast<unsigned>(experts) * kBytes<kInput>;
+  const char* logits = a.logits + chunk.begin * row_bytes;  // kAny: not used
+  const auto start_copy = [&](unsigned i) {
+    if (i < tokens) own.start_copy(logits + static_cast<uint64_t>(i) * row_bytes);
+  };
+  start_copy(warp);
 
   bool regular = a.groups.all_stay() && a.top_k <= kMaxTop;
   for (int e = static_cast<int>(threadIdx.x); e < padded; e += threads) {
@@ -67,10 +74,11 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 2)
     *reinterpret_cast<float4*>(streams + i) = float4{};
   if (static_cast<int>(threadIdx.x) < kStreams) all_streams[threadIdx.x].init();
   regular = __syncthreads_and(regular) != 0;
+  const int64_t first_slot = chunk.begin * a.top_k;
 
 #pragma unroll 1
-  for (int64_t t = chunk.begin + warp; t < chunk.end; t += warps) {
-    const auto i = static_cast<unsigned>(t - chunk.begin);
+  for (unsigned i = warp; i < tokens; i += warps) {
+    const int64_t t = chunk.begin + i;
     Stream& stream = all_streams[i % kStreams];
     own.sums = streams + static_cast<int64_t>(i % kStreams) * padded;
     const auto wait_for_turn = [&] {
@@ -79,7 +87,7 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 2)
     const auto finish_row = [&] {
       __syncwarp();  // all have read the row, too
       if (warps > kStreams) stream.pass_turn(i / kStreams);
-      if (t + warps < chunk.end) own.start_copy(t + warps);
+      start_copy(i + warps);
     };
     own.wait_for_copy();
     if (a.mask && !a.mask[t]) {
@@ -108,9 +116,9 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 2)
         stream.add(exponential_sum);
         finish_row();
       };
-      own.choose(t, inverse, maxima, row_done,
-                 [&](int32_t e) { atomicAdd(counts + experts + e, 1); });
-      own.write_slots(t, [&](int32_t e) { atomicAdd(counts + e, 1); });
+      own.choose(layout.rare, t, inverse, maxima, row_done, counts + experts);
+      own.write_slots(first_slot + static_cast<uint64_t>(i) * static_cast<unsigned>(a.top_k),
+                      [&](int32_t e) { atomicAdd(counts + e, 1); });
       __syncwarp();  // all have read `found`
     } else {
       Row row{.score = kScore, .experts = experts, .z = a.row(t), .s = own.row};
@@ -192,13 +200,14 @@ bool needs_streams(int64_t experts, int64_t count_words, int64_t group_keys) {
 Status launch_route_rows(Queue& queue, const Route& a, int64_t chunks) {
   const size_t limit = queue.shared_limit();
   const int64_t group_keys = a.groups.all_stay() ? 0 : a.groups.count;
-  const Layout layout = layout_of(a.experts, a.count_words(), group_keys, limit);
+  Layout layout = layout_of(a.experts, a.count_words(), group_keys, limit);
   if (queue.status().ok() && (layout.warps == 0 || (!layout.shared && !a.streams)))
     return row_too_long(a.experts, kWordBytes * a.experts, limit);
   const auto kernel = a.options.score == Score::kSoftmax ? kernel_for<Score::kSoftmax>(a, layout)
                       : a.options.score == Score::kSigmoid
                           ? kernel_for<Score::kSigmoid>(a, layout)
                           : kernel_for<Score::kSqrtSoftplus>(a, layout);
+  layout.rare = is_rare(a);
   queue.allow_shared(kernel, limit - kStaticBytes);
   queue.launch(kernel, chunks, layout.warps * kLanes,
                kWordBytes * layout.words(a.count_words(), group_keys), a, layout);

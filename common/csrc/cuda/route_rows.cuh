@@ -91,20 +91,43 @@ struct Stream {
 // others are whole vectors, with all that a block keeps in shared memory.
 enum class Input { kFloat32, kBFloat16, kAny };
 
+// Of a logit; kAny: not used.
+template <Input kInput>
+constexpr int kBytes = kInput == Input::kFloat32 ? 4 : 2;
+
+// Whether Warp::find_rarely has the candidates.
+inline bool is_rare(const Route& a) {
+  return a.on_logit || a.separate_loss_counts || a.given ||
+         (a.options.score == Score::kSoftmax && a.bias);
+}
+
 // Four scores in one copy of the code.
 static __device__ __noinline__ float4 sqrt_softplus_four(float4 z) {
   const auto score = [](float x) { return math::elementwise_score(Score::kSqrtSoftplus, x); };
   return make_float4(score(z.x), score(z.y), score(z.z), score(z.w));
 }
 
-// step(e, kWhole) for the lane's steps of experts [begin, end): e is the first expert, the others
-// follow at a distance of kColumns; only where kWhole holds are all of them below `end`.
+// step(e, kVectors, kWhole) for the lane's vectors of a row: kVectors of them together, of which e
+// is the first expert and the others follow at a distance of kColumns; only where kWhole holds is a
+// vector's last expert surely there.
 template <typename F>
-__device__ void for_steps(int begin, int end, F step) {
-  const int first = kAdjacent * lane_id();
+__device__ void for_vectors(int experts, F step) {
+  int e = kAdjacent * lane_id();
 #pragma unroll 1
-  for (; begin + kStep <= end; begin += kStep) step(begin + first, std::true_type{});
-  if (begin < end) step(begin + first, std::false_type{});
+  for (; e - kAdjacent * lane_id() + kStep <= experts; e += kStep)
+    step(e, std::integral_constant<int, kStepVectors>{}, std::true_type{});
+#pragma unroll 1
+  for (; e < experts; e += kColumns) step(e, std::integral_constant<int, 1>{}, std::false_type{});
+}
+
+// *address = id, and on to the next, if x reaches the bound.
+__device__ inline void append_if_reached(uint32_t& address, float x, float bound, int id) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %1, %2;\n\t@p st.shared.u32 [%0], %3;\n\t"
+      "@p add.u32 %0, %0, 4;\n\t}"
+      : "+r"(address)
+      : "f"(x), "f"(bound), "r"(id)
+      : "memory");
 }
 
 // A warp and what it works with.
@@ -120,13 +143,12 @@ struct Warp {
   Found& found;
 
   // The row's copy in shared memory, which a lane fills for itself.
-  __device__ void start_copy(int64_t t) const {
+  __device__ void start_copy(const char* logits) const {
     if constexpr (!kAny) {
-      constexpr int kBytes = kInput == Input::kFloat32 ? 4 : 2;
-      constexpr int kTogether = 4;
+      constexpr int kTogether = 4, kBytes = rows::kBytes<kInput>;
       int e = kAdjacent * lane_id();
       float* to = row + e;
-      const char* from = a.logits + (t * a.experts + e) * kBytes;
+      const char* from = logits + e * kBytes;
       const auto copy = [&](int i) {
         __pipeline_memcpy_async(to + i * kColumns, from + i * kColumns * kBytes,
                                 kAdjacent * kBytes);
@@ -181,30 +203,23 @@ struct Warp {
     x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
   }
 
-  // Whether a step has the experts from e on, and whether expert e + i is one of them.
-  template <typename Whole>
-  __device__ bool has(Whole, int e) const {
-    return Whole::value || e < a.experts;
-  }
-
   // Puts the scores in the row; the columns' sums, and the largest of what a row is chosen by, if
   // that is the score. Softmax: of exponentials, without the bias. False if the row is not
   // moderate.
   __device__ bool compute_scores(int64_t t, Columns& exponentials, Columns& scores,
                                  Columns& maxima) const {
     float magnitude = 0.0f;
-    for_steps(0, a.experts, [&](int e, auto whole) {
-      float z[kStepVectors][kAdjacent], b[kStepVectors][kAdjacent], s[kStepVectors][kAdjacent];
+    for_vectors(a.experts, [&](int e, auto vectors, auto whole) {
+      constexpr int kVectors = decltype(vectors)::value;
+      float z[kVectors][kAdjacent], b[kVectors][kAdjacent], s[kVectors][kAdjacent];
 #pragma unroll
-      for (int v = 0; v < kStepVectors; ++v) {
-        if (!has(whole, e + v * kColumns)) continue;
+      for (int v = 0; v < kVectors; ++v) {
         load_logits<true>(t, e + v * kColumns, z[v]);
         if (!kSoftmax) load_bias(e + v * kColumns, b[v]);
       }
 #pragma unroll
-      for (int v = 0; v < kStepVectors; ++v) {
+      for (int v = 0; v < kVectors; ++v) {
         const int at = e + v * kColumns;
-        if (!has(whole, at)) continue;
         if constexpr (kScore == Score::kSqrtSoftplus) {
           const float4 four = sqrt_softplus_four(make_float4(z[v][0], z[v][1], z[v][2], z[v][3]));
           s[v][0] = four.x, s[v][1] = four.y, s[v][2] = four.z, s[v][3] = four.w;
@@ -260,15 +275,22 @@ struct Warp {
 
   // Adds `share` times the row to the sums.
   __device__ void add_row(float share) const {
-#pragma unroll kStepVectors
-    for (int e = kAdjacent * lane_id(); e < a.experts; e += kColumns) {
-      float s[kAdjacent], sum[kAdjacent];
-      load_four(row + e, s);
-      load_four(sums + e, sum);
+    for_vectors(a.experts, [&](int e, auto vectors, auto) {
+      constexpr int kVectors = decltype(vectors)::value;
+      float s[kVectors][kAdjacent], sum[kVectors][kAdjacent];
 #pragma unroll
-      for (int i = 0; i < kAdjacent; ++i) sum[i] = math::fma(s[i], share, sum[i]);
-      *reinterpret_cast<float4*>(sums + e) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    }
+      for (int v = 0; v < kVectors; ++v) {
+        load_four(row + e + v * kColumns, s[v]);
+        load_four(sums + e + v * kColumns, sum[v]);
+      }
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int i = 0; i < kAdjacent; ++i) sum[v][i] = math::fma(s[v][i], share, sum[v][i]);
+        *reinterpret_cast<float4*>(sums + e + v * kColumns) =
+            make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
+      }
+    });
   }
 
   // Puts the ids of the values that reach `bound` in found.ids and returns their number; those
@@ -277,16 +299,17 @@ struct Warp {
   template <bool kOnLogit>
   __device__ int gather(int64_t t, float inverse, float bias_factor, float bound,
                         const Columns& maxima) const {
-    const unsigned before = (1u << lane_id()) - 1;
-    int columns = 0;
+    int own = 0;
 #pragma unroll
-    for (int i = 0; i < kAdjacent; ++i) {
-      const bool reaches = maxima[i] >= bound;
-      const unsigned all = __ballot_sync(kAllLanes, reaches);
-      if (reaches) found.columns[columns + __popc(all & before)] = kAdjacent * lane_id() + i;
-      columns += __popc(all);
-    }
-    if (lane_id() == 0) found.more = 0;
+    for (int i = 0; i < kAdjacent; ++i) own += maxima[i] >= bound;
+    int place = 0;
+    if (own != 0) place = atomicAdd(&found.claimed, own);
+    uint32_t address = shared_address(found.columns) + kWordBytes * place;
+#pragma unroll
+    for (int i = 0; i < kAdjacent; ++i)
+      append_if_reached(address, maxima[i], bound, kAdjacent * lane_id() + i);
+    __syncwarp();
+    const int columns = found.claimed;
     __syncwarp();
     if (columns > limit()) return Found::kRoom + 1;
 #pragma unroll 1
@@ -316,14 +339,14 @@ struct Warp {
           mask = mask << 1 | (value<kOnLogit>(t, e, inverse, bias_factor) >= bound ? 1u : 0u);
 #pragma unroll 1
         for (; mask != 0; mask &= mask - 1) {
-          if (place < 0) place = columns + atomicAdd(&found.more, 1);
+          if (place < 0) place = atomicAdd(&found.claimed, 1);
           if (place < Found::kRoom) found.ids[place] = e - __ffs(static_cast<int>(mask)) * kColumns;
           place = -1;
         }
       }
     }
     __syncwarp();
-    return columns + found.more;
+    return found.claimed;
   }
 
   // More candidates than that are too many if others are equal to the K-th value.
@@ -372,7 +395,7 @@ struct Warp {
     int ties = max(0, top_k - above);
     const unsigned lanes_before = (1u << lane_id()) - 1;
     __syncwarp();
-    if (lane_id() == 0) self.found.more = 0;
+    if (lane_id() == 0) self.found.claimed = 0;
     __syncwarp();
 #pragma unroll 1
     for (int begin = 0; begin < experts; begin += kColumns) {
@@ -390,7 +413,7 @@ struct Warp {
       for (int i = 0; i < kAdjacent; ++i) {
         const bool tie = v[i] == bound;
         if (v[i] > bound || (tie && before < ties))
-          self.found.ids[atomicAdd(&self.found.more, 1)] = e + i;
+          self.found.ids[atomicAdd(&self.found.claimed, 1)] = e + i;
         before += tie;
       }
       ties -= min(ties, all);
@@ -401,17 +424,16 @@ struct Warp {
 
   // The candidates' ids, values and scores; the number of them.
   template <bool kOnLogit>
-  __device__ int find(int64_t t, float inverse, float bias_factor, bool have_maxima,
-                      Columns& maxima) const {
-    if (!have_maxima) {
-#pragma unroll
-      for (int i = 0; i < kAdjacent; ++i) maxima[i] = -math::infinity();
-      find_maxima<kOnLogit>(t, inverse, bias_factor, maxima);
-    }
+  __device__ int find(int64_t t, float inverse, float bias_factor, const Columns& maxima) const {
     const bool all_there = a.experts >= kColumns;
-    const float bound = all_there && a.top_k <= kFewTop
-                            ? bound_of_lanes(maxima, a.top_k, found)
-                            : bound_of_maxima(maxima, all_there, a.top_k);
+    if (lane_id() == 0) found.claimed = 0;
+    float bound;
+    if (all_there && a.top_k <= kFewTop) {
+      bound = bound_of_lanes(maxima, a.top_k, found);
+    } else {
+      bound = bound_of_maxima(maxima, all_there, a.top_k);
+      __syncwarp();
+    }
     int count = gather<kOnLogit>(t, inverse, bias_factor, bound, maxima);
     if (count > limit()) count = gather_ties<kOnLogit>(*this, t, inverse, bias_factor, bound);
 #pragma unroll 1
@@ -422,44 +444,61 @@ struct Warp {
     }
     return count;
   }
-
-  // One moderate token, whose scores are ready: leaves its slots' experts and scores in `found`.
-  // row_done() comes when they no longer need the row; count_loss(id) for each expert of the loss's
-  // own selection.
-  template <typename F, typename G>
-  __device__ void choose(int64_t t, float inverse, Columns& maxima, F row_done,
-                         G count_loss) const {
-    const int top_k = a.top_k;
-    const bool have_maxima = !a.on_logit && !a.separate_loss_counts && !(kSoftmax && a.bias);
+  template <bool kOnLogit>
+  __device__ int find_all(int64_t t, float inverse, float bias_factor) const {
+    Columns maxima;
 #pragma unroll
-    for (int i = 0; kSoftmax && i < kAdjacent; ++i) maxima[i] *= inverse;  // which is monotone
-#pragma unroll 1
-    for (int loss = a.separate_loss_counts; loss >= 0; --loss) {
-      const float bias_factor = loss ? 0.0f : 1.0f;  // exact
-      if (a.given && !loss) {
-        for (int k = lane_id(); k < top_k; k += kLanes) {
-          const int32_t id = given_id(a, t * top_k + k);
-          found.ids[k] = id;
-          found.scores[k] = id >= 0 ? score_of(id, inverse) : 0.0f;
-          found.best[k] = k;
-        }
-        row_done();
-        break;
-      }
-      const int count = a.on_logit ? find<true>(t, inverse, bias_factor, have_maxima, maxima)
-                                   : find<false>(t, inverse, bias_factor, have_maxima, maxima);
-      if (!loss) row_done();
-      rank_found(count, top_k, found);
-      if (loss) {
-        for (int k = lane_id(); k < top_k; k += kLanes) count_loss(found.ids[found.best[k]]);
-        __syncwarp();
-      }
-    }
+    for (int i = 0; i < kAdjacent; ++i) maxima[i] = -math::infinity();
+    find_maxima<kOnLogit>(t, inverse, bias_factor, maxima);
+    return find<kOnLogit>(t, inverse, bias_factor, maxima);
   }
 
-  // The token's slots; count(id) for each that is used.
+  // The same with rare options, where compute_scores has no maxima of what is chosen on; counts the
+  // loss's own selection. None: `found` is ready.
+  static __device__ __noinline__ int find_rarely(Warp self, int64_t t, float inverse,
+                                                 int32_t* loss_counts) {
+    const Route& a = self.a;
+    Found& found = self.found;
+    const auto find = [&](bool on_logit, float bias_factor) {  // of which 0 and 1 are exact
+      return on_logit ? self.template find_all<true>(t, inverse, bias_factor)
+                      : self.template find_all<false>(t, inverse, bias_factor);
+    };
+    if (a.separate_loss_counts) {
+      const int count = find(a.on_logit, 0.0f);
+      rank_found(count, a.top_k, found);
+      for (int k = lane_id(); k < a.top_k; k += kLanes)
+        atomicAdd(loss_counts + found.ids[found.best[k]], 1);
+      __syncwarp();
+    }
+    if (!a.given) return find(a.on_logit, 1.0f);
+    for (int k = lane_id(); k < a.top_k; k += kLanes) {
+      const int32_t id = given_id(a, t * a.top_k + k);
+      found.ids[k] = id;
+      found.scores[k] = id >= 0 ? self.score_of(id, inverse) : 0.0f;
+      found.best[k] = k;
+    }
+    return 0;
+  }
+  // One moderate token, whose scores are ready: leaves its slots' experts and scores in `found`.
+  // row_done() comes when they no longer need the row.
   template <typename F>
-  __device__ void write_slots(int64_t t, F count) const {
+  __device__ void choose(bool rare, int64_t t, float inverse, Columns& maxima, F row_done,
+                         int32_t* loss_counts) const {
+    int count;
+    if (rare) {
+      count = find_rarely(*this, t, inverse, loss_counts);
+    } else {
+#pragma unroll
+      for (int i = 0; kSoftmax && i < kAdjacent; ++i) maxima[i] *= inverse;  // which is monotone
+      count = find<false>(t, inverse, 1.0f, maxima);
+    }
+    row_done();
+    if (count > 0) rank_found(count, a.top_k, found);
+  }
+
+  // The token's slots from `first` on; count(id) for each that is used.
+  template <typename F>
+  __device__ void write_slots(int64_t first, F count) const {
     const int top_k = a.top_k, slot = lane_id();
     int32_t id[2] = {-1, -1};
     float score[2] = {};
@@ -470,19 +509,15 @@ struct Warp {
       id[i] = found.ids[best];
       score[i] = found.scores[best];
     }
-    float sum = score[0] + score[1];
-#pragma unroll
-    for (int width = kLanes / 2; width > 0; width /= 2) {
-      if (width < top_k) sum += __shfl_xor_sync(kAllLanes, sum, width);  // the others are 0
-    }
+    const float sum = warp_sum(score[0] + score[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int k = slot + i * kLanes;
       if (i > 0 && top_k <= kLanes) break;
       const float weight = divided_weight(a.options, score[i], sum);
       if (k >= top_k) break;
-      a.indices[t * top_k + k] = id[i];
-      a.weights[t * top_k + k] = weight;
+      a.indices[first + k] = id[i];
+      a.weights[first + k] = weight;
       if (id[i] >= 0) count(id[i]);
     }
   }
