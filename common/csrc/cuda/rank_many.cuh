@@ -57,7 +57,7 @@ __device__ inline float bound_of_maxima(const Columns& maxima, bool all_there, i
   // K or more reach `low`, fewer reach `high`.
   int low = __reduce_min_sync(kAllLanes, least);
   int high = __reduce_max_sync(kAllLanes, most) + 1;
-  const int enough = top_k + top_k / 8 + 2;
+  const int enough = top_k + top_k / 4 + 2;
 #pragma unroll 1
   for (unsigned width; (width = static_cast<unsigned>(high) - static_cast<unsigned>(low)) > 1;) {
     const int one = static_cast<int>(low + width / 4), two = static_cast<int>(low + width / 2);
