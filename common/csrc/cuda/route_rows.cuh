@@ -293,9 +293,44 @@ struct Warp {
     });
   }
 
-  // Puts the ids of the values that reach `bound` in found.ids and returns their number; those
-  // beyond the room are only counted. A column has such values if its maximum is one; of columns
-  // kColumns can be listed.
+  // Puts the ids of the values that reach `bound` in found.ids, of experts `first`, first + stride
+  // and so on: the first of them at `place`, if that is not negative, the others at places that are
+  // claimed. Those beyond the room are only counted.
+  template <bool kOnLogit, typename Stride>
+  __device__ void scan(int64_t t, float inverse, float bias_factor, float bound, int first,
+                       Stride stride, int place) const {
+    constexpr int kBits = 32, kTogether = 4;
+#pragma unroll 1
+    for (int begin = first; begin < a.experts; begin += kBits * stride) {
+      const int end = min(begin + kBits * stride, a.experts);
+      unsigned mask = 0;  // the lowest bit for the last
+      int e = begin;
+#pragma unroll 1
+      for (; e + (kTogether - 1) * stride < end; e += kTogether * stride) {
+        float v[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j)
+          v[j] = value<kOnLogit>(t, e + j * stride, inverse, bias_factor);
+        mask <<= kTogether;
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          if (v[j] >= bound) mask |= 1u << (kTogether - 1 - j);
+        }
+      }
+#pragma unroll 1
+      for (; e < end; e += stride)
+        mask = mask << 1 | (value<kOnLogit>(t, e, inverse, bias_factor) >= bound ? 1u : 0u);
+#pragma unroll 1
+      for (; mask != 0; mask &= mask - 1) {
+        if (place < 0) place = atomicAdd(&found.claimed, 1);
+        if (place < Found::kRoom) found.ids[place] = e - __ffs(static_cast<int>(mask)) * stride;
+        place = -1;
+      }
+    }
+  }
+
+  // Puts the ids of the values that reach `bound` in found.ids and returns their number, which may
+  // be more than there is room for. A column has such values if its maximum is one.
   template <bool kOnLogit>
   __device__ int gather(int64_t t, float inverse, float bias_factor, float bound,
                         const Columns& maxima) const {
@@ -312,37 +347,25 @@ struct Warp {
     const int columns = found.claimed;
     __syncwarp();
     if (columns > limit()) return Found::kRoom + 1;
+    // A lane has one of the first 32; of those that are left a lane has a part.
+    if (columns > kLanes) {
+      if (lane_id() == 0) found.claimed = kLanes;
+      __syncwarp();
+    }
+    if (lane_id() < columns) {
+      scan<kOnLogit>(t, inverse, bias_factor, bound, found.columns[lane_id()],
+                     std::integral_constant<int, kColumns>{}, lane_id());
+    }
 #pragma unroll 1
-    for (int i = lane_id(); i < columns; i += kLanes) {
-      constexpr int kBits = 32, kTogether = 4;
-      const int column = found.columns[i];
-      int place = i;
-#pragma unroll 1
-      for (int begin = column; begin < a.experts; begin += kBits * kColumns) {
-        const int end = min(begin + kBits * kColumns, a.experts);
-        unsigned mask = 0;  // the lowest bit for the last
-        int e = begin;
-#pragma unroll 1
-        for (; e + (kTogether - 1) * kColumns < end; e += kTogether * kColumns) {
-          float v[kTogether];
-#pragma unroll
-          for (int j = 0; j < kTogether; ++j)
-            v[j] = value<kOnLogit>(t, e + j * kColumns, inverse, bias_factor);
-          mask <<= kTogether;
-#pragma unroll
-          for (int j = 0; j < kTogether; ++j) {
-            if (v[j] >= bound) mask |= 1u << (kTogether - 1 - j);
-          }
-        }
-#pragma unroll 1
-        for (; e < end; e += kColumns)
-          mask = mask << 1 | (value<kOnLogit>(t, e, inverse, bias_factor) >= bound ? 1u : 0u);
-#pragma unroll 1
-        for (; mask != 0; mask &= mask - 1) {
-          if (place < 0) place = atomicAdd(&found.claimed, 1);
-          if (place < Found::kRoom) found.ids[place] = e - __ffs(static_cast<int>(mask)) * kColumns;
-          place = -1;
-        }
+    for (int left = columns - kLanes, next = kLanes; left > 0; left -= kLanes, next += kLanes) {
+      const int shift = left <= kLanes / 8   ? 3
+                        : left <= kLanes / 4 ? 2
+                        : left <= kLanes / 2 ? 1
+                                             : 0;
+      const int column = lane_id() >> shift, part = lane_id() & ((1 << shift) - 1);
+      if (column < left) {
+        scan<kOnLogit>(t, inverse, bias_factor, bound,
+                       found.columns[next + column] + part * kColumns, kColumns << shift, -1);
       }
     }
     __syncwarp();
