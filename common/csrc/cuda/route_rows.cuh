@@ -382,9 +382,15 @@ struct Warp {
                                                  float bias_factor, float bound) {
     const int experts = self.a.experts, top_k = self.a.top_k;
     const auto values = [&](int e, float* v) {
+      float z[kAdjacent] = {}, s[kAdjacent] = {}, b[kAdjacent] = {};
+      if (e < experts) {
+        if (kOnLogit) self.template load_logits<false>(t, e, z);
+        load_four(self.row + e, s);
+        self.load_bias(e, b);
+      }
 #pragma unroll
       for (int i = 0; i < kAdjacent; ++i) {
-        v[i] = e + i < experts ? self.template value<kOnLogit>(t, e + i, inverse, bias_factor)
+        v[i] = e + i < experts ? value_of<kOnLogit>(z[i], s[i], b[i], inverse, bias_factor)
                                : -math::infinity();
       }
     };
