@@ -96,20 +96,23 @@ __global__ void __launch_bounds__(kMostWarps* kLanes, 2)
       finish_row();
       continue;
     }
-    float exponential_sum = 0.0f;
+    float exponential_sum = 0.0f, score_sum = 0.0f;
     bool moderate = false;
     Columns exponentials = {}, scores = {}, maxima;
     if (regular) {
 #pragma unroll
       for (int c = 0; c < kAdjacent; ++c) maxima[c] = -math::infinity();
       moderate = own.compute_scores(t, exponentials, scores, maxima);
-      exponential_sum = warp_sum(join_columns(exponentials));
-      moderate = moderate && exponential_sum < 1e37f;  // that of a NaN is larger, or NaN
+      exponential_sum = join_columns(exponentials);
+      // A NaN makes more of them than a moderate row can have, or a NaN.
+      moderate = __all_sync(kAllLanes, moderate && exponential_sum < 1e37f) != 0;
+      exponential_sum = warp_sum(exponential_sum);
+      if (!kSoftmax) score_sum = warp_sum(join_columns(scores));
     }
     __syncwarp();
     if (moderate) {
       const float inverse = math::reciprocal(exponential_sum);
-      const float share = kSoftmax ? inverse : math::reciprocal(warp_sum(join_columns(scores)));
+      const float share = kSoftmax ? inverse : math::reciprocal(score_sum);
       const auto row_done = [&] {
         wait_for_turn();
         own.add_row(share);

@@ -204,8 +204,8 @@ struct Warp {
   }
 
   // Puts the scores in the row; the columns' sums, and the largest of what a row is chosen by, if
-  // that is the score. Softmax: of exponentials, without the bias. False if the row is not
-  // moderate.
+  // that is the score. Softmax: of exponentials, without the bias. False if the lane has a number
+  // that is not moderate.
   __device__ bool compute_scores(int64_t t, Columns& exponentials, Columns& scores,
                                  Columns& maxima) const {
     float magnitude = 0.0f;
@@ -240,7 +240,7 @@ struct Warp {
         *reinterpret_cast<float4*>(row + at) = make_float4(s[v][0], s[v][1], s[v][2], s[v][3]);
       }
     });
-    return __all_sync(kAllLanes, magnitude <= math::moderate_limit(kScore)) != 0;
+    return magnitude <= math::moderate_limit(kScore);
   }
 
   // What an expert is chosen by.
