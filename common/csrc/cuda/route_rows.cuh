@@ -275,22 +275,29 @@ struct Warp {
 
   // Adds `share` times the row to the sums.
   __device__ void add_row(float share) const {
-    for_vectors(a.experts, [&](int e, auto vectors, auto) {
+    const float *from = row + kAdjacent * lane_id(), *end = row + a.experts;
+    float* to = sums + kAdjacent * lane_id();
+    const auto add = [&](auto vectors) {
       constexpr int kVectors = decltype(vectors)::value;
       float s[kVectors][kAdjacent], sum[kVectors][kAdjacent];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        load_four(row + e + v * kColumns, s[v]);
-        load_four(sums + e + v * kColumns, sum[v]);
+        load_four(from + v * kColumns, s[v]);
+        load_four(to + v * kColumns, sum[v]);
       }
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
         for (int i = 0; i < kAdjacent; ++i) sum[v][i] = math::fma(s[v][i], share, sum[v][i]);
-        *reinterpret_cast<float4*>(sums + e + v * kColumns) =
+        *reinterpret_cast<float4*>(to + v * kColumns) =
             make_float4(sum[v][0], sum[v][1], sum[v][2], sum[v][3]);
       }
-    });
+      from += kVectors * kColumns;
+      to += kVectors * kColumns;
+    };
+#pragma unroll 1
+    while (from + kColumns < end) add(std::integral_constant<int, 2>{});
+    if (from < end) add(std::integral_constant<int, 1>{});
   }
 
   // Puts the ids of the values that reach `bound` in found.ids, of experts `first`, first + stride
