@@ -32,6 +32,9 @@ struct Found {
 // signed_key with -0 equal to +0.
 __device__ inline int key_of(float x) { return signed_key(x + 0.0f); }
 
+// How many maxima may reach a bound: with fewer the search would be longer.
+__device__ inline int enough_maxima(int top_k) { return top_k + top_k / 4 + 2; }
+
 // A bound that at least K <= 64 of the lanes' maxima reach, of which there are K or more, and -inf
 // in place of those that are not there; few others do unless they equal the K-th. Each round cuts
 // the interval of keys in four.
@@ -57,7 +60,7 @@ __device__ inline float bound_of_maxima(const Columns& maxima, bool all_there, i
   // K or more reach `low`, fewer reach `high`.
   int low = __reduce_min_sync(kAllLanes, least);
   int high = __reduce_max_sync(kAllLanes, most) + 1;
-  const int enough = top_k + top_k / 4 + 2;
+  const int enough = enough_maxima(top_k);
 #pragma unroll 1
   for (unsigned width; (width = static_cast<unsigned>(high) - static_cast<unsigned>(low)) > 1;) {
     const int one = static_cast<int>(low + width / 4), two = static_cast<int>(low + width / 2);

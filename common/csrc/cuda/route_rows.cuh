@@ -284,7 +284,8 @@ struct Warp {
     __syncwarp();
     const int columns = found.claimed;
     __syncwarp();
-    if (columns > limit()) return Found::kRoom + 1;
+    // So many are mostly equal.
+    if (columns > (a.top_k <= kLanes ? limit() : enough_maxima(a.top_k))) return Found::kRoom + 1;
     // A lane has one of the first 32; of those that are left a lane has a part.
     if (columns > kLanes) {
       if (lane_id() == 0) found.claimed = kLanes;
@@ -384,6 +385,7 @@ struct Warp {
         before += tie;
       }
       ties -= min(ties, all);
+      if (above == 0 && ties == 0) break;
     }
     __syncwarp();
     return max(above, top_k);
