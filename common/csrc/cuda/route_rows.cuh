@@ -483,7 +483,7 @@ struct Warp {
     for (int i = 0; i < 2; ++i) {
       const int k = slot + i * kLanes;
       if (i > 0 && top_k <= kLanes) break;
-      const float weight = divided_weight(a.options, score[i], sum);
+      const float weight = divided_weight(a, score[i], sum);
       if (k >= top_k) break;
       a.indices[first + k] = id[i];
       a.weights[first + k] = weight;
