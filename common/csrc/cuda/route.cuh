@@ -7,7 +7,7 @@
 //   route_cluster.cu  E <= 8, K <= 8, one sequence of at most 8192 tokens: joins the chunks too
 //   route_lanes.cu    E <= 64, K <= 8: 1 to 8 lanes a token
 //   route_pairs.cu    E = 128, 256 or 384, K <= 16, no rare option: a warp two tokens at a time
-//   route_vectors.cu  E <= 512, K <= 32: a warp a token, its row in registers
+//   route_vectors.cu  E <= 384, K <= 16: a warp a token, its row in registers
 //   route_rows.cu     any other: a warp a token, its row in shared memory
 // All have a short way for the rows that occur in training and leave the others, row by row, to
 // route_token: rows that are not moderate, selections with too many candidates, rare options.

@@ -11,10 +11,8 @@
 
 namespace duomoe::cuda {
 
-constexpr int kMaxPairExperts = 3 * kColumns;
-
 // The logits of two tokens of a stream, four neighbouring elements of every 128 on a lane.
-template <int kVectors, VectorMode kMode>
+template <int kVectors, DType kDType>
 class PairReader {
  public:
   // From token t on.
@@ -29,7 +27,7 @@ class PairReader {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const char* from = next_ + (i * kStreams * kVectors + j) * kColumns * kBytes;
-        if constexpr (kMode == VectorMode::kPlainFloat32) {
+        if constexpr (kDType == DType::kFloat32) {
           raw_[i][j] = __ldcs(reinterpret_cast<const uint4*>(from));
         } else {
           const uint2 words = __ldcs(reinterpret_cast<const uint2*>(from));
@@ -42,21 +40,19 @@ class PairReader {
   }
 
   __device__ void unpack_into(int token, float* z) const {
-    constexpr DType kDType =
-        kMode == VectorMode::kPlainFloat32 ? DType::kFloat32 : DType::kBFloat16;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) unpack(kDType, raw_[token][j], z + kAdjacent * j);
   }
 
  private:
-  static constexpr int kBytes = kMode == VectorMode::kPlainFloat32 ? 4 : 2;  // of an element
+  static constexpr int kBytes = kDType == DType::kFloat32 ? 4 : 2;  // of an element
 
   const char* next_;
   Raw raw_[2][kVectors] = {};
 };
 
 // One block per chunk, one warp per stream; K <= 16.
-template <int kVectors, Score kScore, VectorMode kMode, bool kGrouped>
+template <int kVectors, Score kScore, DType kDType, bool kGrouped>
 __global__ void __launch_bounds__(kStreams* kLanes, 2)
     route_pairs(const __grid_constant__ Route a, int group_shift) {
   using Vectors = VectorRow<kVectors>;
@@ -81,7 +77,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     const int e = i * kThreads + static_cast<int>(threadIdx.x);
     own_bias[i] = a.bias && e < kExperts ? a.bias[e] : 0.0f;
   }
-  PairReader<kVectors, kMode> reader(a, t);
+  PairReader<kVectors, kDType> reader(a, t);
   reader.fetch(left);
   clear_expert_counts(a);
   if (chunk.begin >= chunk.end) return;

@@ -1,9 +1,8 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// `route` for E <= 512: one warp per token, whose lanes hold four neighbouring experts of every
-// 128. One warp per stream of a chunk. Bound by the issue of instructions, not by memory: what is
-// common is compiled on its own (kPlain...), without a branch that it does not need.
+// `route` for E <= 384 and K <= 16: one warp per token, whose lanes hold four neighbouring experts
+// of every 128. One warp per stream of a chunk. Bound by the issue of instructions, not by memory.
 #pragma once
 
 #include "rank.cuh"
@@ -11,9 +10,7 @@
 
 namespace duomoe::cuda {
 
-// kPlain: E % 128 = 0, rows in whole vectors, no groups, no mask, no given ids, selection on the
-// score, counts of the routing; with logits of one dtype. kAny: everything.
-enum class VectorMode { kPlainFloat32, kPlainBFloat16, kAny };
+constexpr int kMaxVectors = 3, kMaxVectorSlots = 16;
 
 // A group_shift with which all experts are in one group.
 constexpr int kNoGroups = 31;
@@ -206,49 +203,27 @@ struct VectorRow {
 };
 
 // The lane's part of a token's row.
-template <int kVectors, VectorMode kMode>
+template <int kVectors>
 struct VectorReader {
   const Route& a;
-  int64_t next;       // the next token's first element
-  int64_t step;       // from a token to the next
-  const char* plain;  // this lane's first element of it
+  int64_t next;  // the next token's first element
   Raw raw[kVectors] = {};
 
-  // From token t on every `tokens`-th of a stream.
-  __device__ VectorReader(const Route& route, int64_t t, int tokens = 1)
-      : a(route),
-        next(t * route.experts),
-        step(static_cast<int64_t>(tokens) * kStreams * route.experts) {
-    plain = a.logits + (next + kAdjacent * lane_id()) * item_bytes(a.dtype);
-  }
+  // From token t on, every one of a stream.
+  __device__ VectorReader(const Route& route, int64_t t) : a(route), next(t * route.experts) {}
 
   __device__ void fetch() {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
-      if constexpr (kMode == VectorMode::kPlainFloat32) {
-        raw[j] = __ldcs(reinterpret_cast<const uint4*>(plain) + j * kLanes);
-      } else if constexpr (kMode == VectorMode::kPlainBFloat16) {
-        const uint2 half = __ldcs(reinterpret_cast<const uint2*>(plain) + j * kLanes);
-        raw[j].x = half.x;
-        raw[j].y = half.y;
-      } else {
-        raw[j] = load_raw(a.dtype, a.logits, next, VectorRow<kVectors>::expert(kAdjacent * j),
-                          a.experts, a.whole_vectors);
-      }
+      raw[j] = load_raw(a.dtype, a.logits, next, VectorRow<kVectors>::expert(kAdjacent * j),
+                        a.experts, a.whole_vectors);
     }
-    if constexpr (kMode == VectorMode::kPlainFloat32) plain += step * 4;
-    if constexpr (kMode == VectorMode::kPlainBFloat16) plain += step * 2;
-    next += step;
+    next += static_cast<int64_t>(kStreams) * a.experts;
   }
 
   __device__ void unpack_into(float* z) const {
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      unpack(kMode == VectorMode::kPlainFloat32    ? DType::kFloat32
-             : kMode == VectorMode::kPlainBFloat16 ? DType::kBFloat16
-                                                   : a.dtype,
-             raw[j], z + kAdjacent * j);
-    }
+    for (int j = 0; j < kVectors; ++j) unpack(a.dtype, raw[j], z + kAdjacent * j);
   }
 };
 
@@ -259,11 +234,11 @@ __device__ float moderate_score(float z, float u) {
 }
 
 // One block per chunk, one warp per stream.
-template <int kVectors, Score kScore, VectorMode kMode>
+template <int kVectors, Score kScore>
 __global__ void __launch_bounds__(kStreams* kLanes, 2)
     route_vectors(const __grid_constant__ Route a, int group_shift) {
   using Vectors = VectorRow<kVectors>;
-  constexpr bool kSoftmax = kScore == Score::kSoftmax, kAny = kMode == VectorMode::kAny;
+  constexpr bool kSoftmax = kScore == Score::kSoftmax;
   constexpr int kElements = Vectors::kElements, kThreads = kStreams * kLanes;
   extern __shared__ __align__(16) float shared_memory[];
   __shared__ SelectionSpace spaces[kStreams];
@@ -274,7 +249,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   const int experts = a.experts, warp = warp_id(), lane = lane_id(), top_k = a.top_k;
   int64_t t = chunk.begin + warp;
   int left = t < chunk.end ? static_cast<int>((chunk.end - t + kStreams - 1) / kStreams) : 0;
-  VectorReader<kVectors, kMode> reader(a, t);
+  VectorReader<kVectors> reader(a, t);
   if (left > 0) reader.fetch();
   clear_expert_counts(a);
   if (chunk.begin >= chunk.end) return;
@@ -297,14 +272,14 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     const int e = Vectors::expert(i);
     sums[i] = b[i] = 0.0f;
     if (!a.bias) continue;
-    b[i] = !kAny || e < experts ? a.bias[e] + 0.0f : 0.0f;  // -0 + 0 = +0
+    b[i] = e < experts ? a.bias[e] + 0.0f : 0.0f;  // -0 + 0 = +0
     finite_bias = finite_bias && math::absolute(b[i]) < 1e30f;
   }
   if (warp == 0) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int e = Vectors::expert(kAdjacent * j), i = kAdjacent * j;
-      if (!kAny || e < experts)
+      if (e < experts)
         *reinterpret_cast<float4*>(bias + e) = make_float4(b[i], b[i + 1], b[i + 2], b[i + 3]);
     }
   }
@@ -321,7 +296,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     typename Vectors::Values z, s, u;
     reader.unpack_into(z);
     if (left > 1) reader.fetch();
-    if (kAny && a.mask && !a.mask[t]) {
+    if (a.mask && !a.mask[t]) {
       leave_slots_unused(a, t);
       continue;
     }
@@ -332,7 +307,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       magnitude = fmaxf(magnitude, fabsf(z[i]));
       u[i] = math::exp_moderate(z[i]);
       if (!kSoftmax) s[i] = moderate_score<kScore>(z[i], u[i]);
-      if (kAny && i >= kElements - kAdjacent && Vectors::expert(i) >= experts) u[i] = s[i] = 0.0f;
+      if (i >= kElements - kAdjacent && Vectors::expert(i) >= experts) u[i] = s[i] = 0.0f;
       // Sums of positive numbers: 0 + u = u.
       exponentials[i % kAdjacent] = i < kAdjacent ? u[i] : exponentials[i % kAdjacent] + u[i];
       if (!kSoftmax) scores[i % kAdjacent] = i < kAdjacent ? s[i] : scores[i % kAdjacent] + s[i];
@@ -349,12 +324,12 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     } else {
       share = math::reciprocal(warp_sum(join_columns(scores)));
     }
-    const bool on_logit = kAny && a.on_logit;
+    const bool on_logit = a.on_logit;
     if (done) {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
         const int e = Vectors::expert(kAdjacent * j), i = kAdjacent * j;
-        if (kAny && e >= experts) continue;
+        if (e >= experts) continue;
         *reinterpret_cast<float4*>(mine + e) =
             on_logit ? make_float4(z[i], z[i + 1], z[i + 2], z[i + 3])
                      : make_float4(s[i], s[i + 1], s[i + 2], s[i + 3]);
@@ -364,28 +339,27 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
       const auto set_values = [&](float bias_factor) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
-          v[i] = kAny ? math::fma(b[i], bias_factor, on_logit ? z[i] : s[i]) : s[i] + b[i];
-          if (kAny && i >= kElements - kAdjacent && Vectors::expert(i) >= experts)
-            v[i] = -math::infinity();
+          v[i] = math::fma(b[i], bias_factor, on_logit ? z[i] : s[i]);
+          if (i >= kElements - kAdjacent && Vectors::expert(i) >= experts) v[i] = -math::infinity();
         }
       };
       const auto select = [&](float bias_factor, unsigned kept_groups, float& bound) {
         const SharedValues values{mine, bias, bias_factor, experts, kept_groups, group_shift};
         return Vectors::select(v, top_k, values, candidates, best, bound);
       };
-      if (kAny && a.given) {
+      if (a.given) {
         __syncwarp();
         if (lane < top_k) slot.id = given_id(a, t * top_k + lane);
         if (slot.id >= 0) slot.chosen_by = mine[slot.id];
       } else {
         set_values(1.0f);
         unsigned kept_groups = ~0u;
-        if (kAny && !a.groups.all_stay())
+        if (!a.groups.all_stay())
           kept_groups = Vectors::keep_best_groups(a.groups, group_shift, v, scratch);
         done = select(1.0f, kept_groups, bound);
         if (done && lane < top_k) slot = load_slot(best + 8 * lane);
       }
-      if (kAny && done && a.separate_loss_counts) {
+      if (done && a.separate_loss_counts) {
         __syncwarp();
         set_values(0.0f);
         done = select(0.0f, ~0u, loss_bound);
@@ -402,7 +376,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
         if (lane < top_k) {
           *ids_out = slot.id;
           *weights_out = weight;
-          if (!kAny || slot.id >= 0) atomicAdd(counts + slot.id, 1);
+          if (slot.id >= 0) atomicAdd(counts + slot.id, 1);
         }
         logsumexps.add(exponential_sum);
       }
@@ -416,7 +390,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
         const int e = Vectors::expert(i);
-        u[i] = s[i] = !kAny || e < experts ? mine[e] : 0.0f;
+        u[i] = s[i] = e < experts ? mine[e] : 0.0f;
       }
       __syncwarp();
     }
@@ -431,37 +405,11 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   }
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
-    if (!kAny || Vectors::expert(i) < experts) mine[Vectors::expert(i)] = sums[i];
+    if (Vectors::expert(i) < experts) mine[Vectors::expert(i)] = sums[i];
   }
   __syncthreads();
   write_partials(a, counts, true, stream_logsumexp_sq, stream_tokens,
                  [&](int j, int e) { return shared_memory[j * padded + e]; });
 }
-
-// Launches the kernel for the score, which is one of kScores.
-template <VectorMode kMode, Score... kScores>
-void launch_vectors(Queue& queue, const Route& a, int64_t chunks, int group_shift) {
-  const int padded = static_cast<int>(ceil_div(a.experts, kAdjacent)) * kAdjacent;
-  const size_t bytes = sizeof(float) * ((kStreams + 1) * padded + a.count_words());
-  const auto launch = [&](auto kernel) {
-    queue.launch(kernel, chunks, kStreams * kLanes, bytes, a, group_shift);
-  };
-  const auto with_vectors = [&]<Score kScore>() {
-    if (a.options.score != kScore) return;
-    switch (ceil_div(a.experts, kColumns)) {
-      case 1:
-        return launch(route_vectors<1, kScore, kMode>);
-      case 2:
-        return launch(route_vectors<2, kScore, kMode>);
-      case 3:
-        return launch(route_vectors<3, kScore, kMode>);
-      default:
-        return launch(route_vectors<4, kScore, kMode>);
-    }
-  };
-  (with_vectors.template operator()<kScores>(), ...);
-}
-
-void launch_plain_vectors(Queue& queue, const Route& a, int64_t chunks);
 
 }  // namespace duomoe::cuda
