@@ -4,6 +4,7 @@
 // Moving rows between token order and expert order: permute, its gradient with respect to the
 // tokens, and combine.
 #include "rows.cuh"
+#include "rows_phases.cuh"
 
 namespace duomoe::cuda {
 namespace {
@@ -107,59 +108,18 @@ __device__ void load_packs(const P* row, int64_t packs, int64_t first, int strid
   }
 }
 
-// Tokens whose rows are brought into the L2 cache together. Many rows are written for one that is
-// read, and memory that turns from writing to reading for each of them loses more than their bytes:
-// so the first teams of a chunk of tokens ask for all rows of the next chunk, and the others find
-// theirs there. 2^log_tokens of them; negative: each row is read when its turn comes.
-struct ReadAhead {
-  static constexpr int kRows = 8;  // asked for by one team
-  int log_tokens;
-
-  // By each thread of the team of token t.
-  __device__ void operator()([[maybe_unused]] const void* x, [[maybe_unused]] int64_t row_bytes,
-                             [[maybe_unused]] int64_t tokens, [[maybe_unused]] int64_t t,
-                             [[maybe_unused]] int member) const {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (log_tokens < 0 || member >= kRows) return;
-    const int64_t chunk = int64_t{1} << log_tokens, place = (t & (chunk - 1)) * kRows;
-    const int64_t row = (t & -chunk) + chunk + place + member;
-    if (place >= chunk || row >= tokens) return;
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-                     __cvta_generic_to_global(static_cast<const char*>(x) + row * row_bytes)),
-                 "r"(static_cast<uint32_t>(row_bytes))
-                 : "memory");
-#endif
-  }
-};
-
-// Chunks of up to 8 MB, a small part of the cache, for rows that whole blocks move 16 bytes a time.
-template <typename P>
-ReadAhead read_ahead(const Plan& plan, const Teams& teams) {
-  constexpr int64_t kBytes = 8 << 20, kFewest = 8 * ReadAhead::kRows;
-  const int64_t row_bytes = plan.width / P::kSize * static_cast<int64_t>(sizeof(P));
-  if (sizeof(P) != sizeof(uint4) || plan.top_k < 4 || 1 << teams.log_threads != kRowThreads ||
-      row_bytes > kBytes / kFewest)
-    return {-1};
-  int log_tokens = 0;
-  while (row_bytes << (log_tokens + 1) <= kBytes) ++log_tokens;
-  return {log_tokens};
-}
-
 // rows[r] = weight * x of the token of slot_of_row[r], 0 without one. A team reads its token once,
 // kHeld packs a thread at a time, and writes them to one row after another. What is read next is
 // asked for before the maps are and before it writes.
 template <typename P, int kHeld, int kSlots, bool kOnce>
 __global__ void __launch_bounds__(kRowThreads, kOnce ? 4 : 2)
-    spread(Plan plan, Teams teams, ReadAhead ahead, int64_t fillers, const P* x,
-           const float* weights, P* rows) {
+    spread(Plan plan, Teams teams, int64_t fillers, const P* x, const float* weights, P* rows) {
   if (static_cast<int64_t>(blockIdx.x) < fillers) return fill_rows(plan, fillers, x, weights, rows);
   const int64_t packs = plan.width / P::kSize;
   const int stride = teams.threads();
   for (int64_t t = teams.number(fillers); t < plan.tokens; t += teams.count()) {
     const int64_t slot = t * plan.top_k, end = slot + plan.top_k;
     const P* from = x + t * packs;
-    if constexpr (sizeof(P) == sizeof(uint4))
-      ahead(x, packs * static_cast<int64_t>(sizeof(P)), plan.tokens, t, teams.member());
     P next[kHeld];
     load_packs(from, packs, teams.member(), stride, next);
     const auto each_pack = [&](auto write) {
@@ -194,6 +154,18 @@ __global__ void __launch_bounds__(kRowThreads, kOnce ? 4 : 2)
   }
 }
 
+// Copies alone: rows with weights have their rounding to do meanwhile.
+bool permute_may_use_phases(const Call& call) {
+  const TensorView& x = call.in("x");
+  return !call.in("weights").present() &&
+         phases_suit(call.axis('T'), call.axis('K'),
+                     call.axis('D') * static_cast<int64_t>(item_size(x.dtype)));
+}
+
+DUOMOE_WORKSPACE(kCuda, permute) {
+  return permute_may_use_phases(call) ? piece_bytes<uint32_t>(1) : 0;
+}
+
 DUOMOE_KERNEL(kCuda, permute) {
   const Plan plan = plan_of(call, true);
   const TensorView &x = call.in("x"), &rows = call.out("rows");
@@ -202,13 +174,20 @@ DUOMOE_KERNEL(kCuda, permute) {
     Plan typed = plan;
     typed.width = width;
     with_pack<T>(width, {&x, &rows}, [&]<typename P>(P) {
+      if constexpr (std::is_same_v<P, Pack<uint16_t, kPackBytes / sizeof(uint16_t)>>) {
+        if (permute_may_use_phases(call)) {
+          const Phases phases = phases_of(queue, plan.tokens, plan.top_k, width * sizeof(T));
+          uint32_t* counted = phases.count > 0 ? queue.scratch<uint32_t>(1) : nullptr;
+          if (phases.count > 0)
+            return launch_phases(queue, typed, phases, counted, x.as<const P>(), rows.as<P>());
+        }
+      }
       const Teams teams = teams_for(plan.tokens, width / P::kSize);
       const int64_t fillers = fill_blocks(plan);
       with_slots(plan.top_k, [&](auto held, auto slots, auto once) {
         constexpr int kHeld = once ? held : 2;  // a look at the maps for more packs
         queue.launch(spread<P, kHeld, slots, once>, fillers + teams.blocks, kRowThreads, 0, typed,
-                     teams, read_ahead<P>(typed, teams), fillers, x.as<const P>(), weights_of(call),
-                     rows.as<P>());
+                     teams, fillers, x.as<const P>(), weights_of(call), rows.as<P>());
       });
     });
   };

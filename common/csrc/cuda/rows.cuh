@@ -111,7 +111,7 @@ __device__ void fill_rows(const Plan& plan, int64_t blocks, const P* x, const fl
   const int64_t packs = plan.width / P::kSize;
   const int lane = lane_id();
   for (int64_t first = grid_warp() * kFillRows; first < plan.num_rows;
-       first += blocks * kRowWarps * kFillRows) {
+       first += blocks * warps_per_block() * kFillRows) {
     const int64_t mine = first + lane;
     int64_t slot = -1;
     bool left = lane < kFillRows && mine < plan.num_rows;
