@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adapters import bits
+from adapters import BFLOAT16, bits
 from cuda_checks import (
     FLOATS,
     MARKS,
@@ -74,6 +74,19 @@ def test_rows(check: Check, rng: Rng, dtype: Any, t: int, k: int, d: int) -> Non
             check("permute_bwd", {"grad_rows": y, **to_slots, "weights": w}, {})
             check("combine", {"rows": y, **to_rows, "weights": w}, {})
             check("combine_bwd", {"grad_y": x, "rows": y, **to_rows, "weights": w}, {})
+
+
+@pytest.mark.parametrize(("t", "k", "d"), [(48000, 3, 1024), (9500, 8, 5000)])
+def test_permute_of_many_large_rows(check: Check, rng: Rng, t: int, k: int, d: int) -> None:
+    indices = {"indices": random_ids(rng, t, k, 9)}
+    plan = check("plan_dispatch", indices, plan_attributes(t, k, 9, capacity=t // 3, alignment=16))
+    x = rng.integers(0, 2**15, (t, d), np.uint16).view(BFLOAT16)
+    for broken in (False, True):
+        for numbers in (plan["row_of_slot"].reshape(-1), plan["slot_of_row"]) if broken else ():
+            at = rng.integers(0, len(numbers), len(numbers) // 9)
+            numbers[at] = rng.integers(-2, t * k + 9, len(at))
+            numbers[at[0]] = 2**31 - 1
+        check("permute", {"x": x, **{n: plan[n] for n in ("row_of_slot", "slot_of_row")}}, {})
 
 
 @pytest.mark.parametrize(
