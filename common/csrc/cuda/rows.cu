@@ -154,18 +154,6 @@ __global__ void __launch_bounds__(kRowThreads, kOnce ? 4 : 2)
   }
 }
 
-// Copies alone: rows with weights have their rounding to do meanwhile.
-bool permute_may_use_phases(const Call& call) {
-  const TensorView& x = call.in("x");
-  return !call.in("weights").present() &&
-         phases_suit(call.axis('T'), call.axis('K'),
-                     call.axis('D') * static_cast<int64_t>(item_size(x.dtype)));
-}
-
-DUOMOE_WORKSPACE(kCuda, permute) {
-  return permute_may_use_phases(call) ? piece_bytes<uint32_t>(1) : 0;
-}
-
 DUOMOE_KERNEL(kCuda, permute) {
   const Plan plan = plan_of(call, true);
   const TensorView &x = call.in("x"), &rows = call.out("rows");
@@ -175,11 +163,11 @@ DUOMOE_KERNEL(kCuda, permute) {
     typed.width = width;
     with_pack<T>(width, {&x, &rows}, [&]<typename P>(P) {
       if constexpr (std::is_same_v<P, Pack<uint16_t, kPackBytes / sizeof(uint16_t)>>) {
-        if (permute_may_use_phases(call)) {
+        // Copies alone: rows with weights have their rounding to do meanwhile.
+        if (!weights_of(call)) {
           const Phases phases = phases_of(queue, plan.tokens, plan.top_k, width * sizeof(T));
-          uint32_t* counted = phases.count > 0 ? queue.scratch<uint32_t>(1) : nullptr;
           if (phases.count > 0)
-            return launch_phases(queue, typed, phases, counted, x.as<const P>(), rows.as<P>());
+            return launch_phases(queue, typed, phases, x.as<const P>(), rows.as<P>());
         }
       }
       const Teams teams = teams_for(plan.tokens, width / P::kSize);
