@@ -137,8 +137,6 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
       float* const own_score = scores_of_row + id;
       float* const own_added = own_score + padded;
       float* const own_slope_at = own_added + padded;
-      // Atomic, for lanes with one id may write to one place: which of them stays is all the same.
-      if (used) atomicExch(reinterpret_cast<int*>(own_added), lane);
       float magnitude = 0.0f;
       float z[kElements], x[kElements], slope[kElements],
           u[kElements];  // x: what P is proportional to
@@ -172,6 +170,9 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
           *reinterpret_cast<float4*>(exponentials_of_row + e) =
               make_float4(u[i], u[i + 1], u[i + 2], u[i + 3]);
       }
+      // Atomic, for lanes with one id write to one place: which of them stays is all the same. Here,
+      // when the id has long been read, since the compiler makes a branch of it.
+      if (used) atomicExch(reinterpret_cast<int*>(own_added), lane);
       __syncwarp();
       // A NaN escapes the magnitude, but its exponential is NaN or above 2^127: its bits are those
       // of the NaN 0x7fffffff plus 0xff800000. Those of a moderate row are at most e^60.
