@@ -30,7 +30,7 @@ struct Stream {
 
   // By one thread.
   __device__ void init() {
-    for (uint64_t& barrier : turn) init_barrier(&barrier);
+    for (uint64_t& barrier : turn) init_barrier(&barrier, kLanes);
     holds = tokens = 0;
     logsumexp_sq = 0.0f;
   }
@@ -38,9 +38,7 @@ struct Stream {
     if (n == 0) return;
     wait_for_barrier(turn + (n - 1) % kBarriers, (n - 1) / kBarriers % 2);
   }
-  __device__ void pass_turn(unsigned n) {
-    if (lane_id() == 0) arrive_at_barrier(turn + n % kBarriers);
-  }
+  __device__ void pass_turn(unsigned n) { arrive_at_barrier(turn + n % kBarriers); }
 
   // The next are for all lanes, whose accesses to the stream before and after are ordered by the
   // caller.

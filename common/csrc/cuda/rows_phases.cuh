@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kPhaseThreads, 1)
                 &arrival);
   };
   if (thread == kPhaseLeader) {
-    init_barrier(&arrival);
+    init_barrier(&arrival, 1);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif

@@ -27,12 +27,12 @@ __device__ inline ulonglong2 load_shared_pair(uint32_t address) {
   return x;
 }
 
-// A barrier in shared memory, each phase of which ends with one arrival. What was written before it
-// is seen after the wait.
-__device__ inline void init_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;"
+// A barrier in shared memory, each phase of which ends with so many arrivals. What was written
+// before them is seen after the wait.
+__device__ inline void init_barrier(uint64_t* barrier, unsigned arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                :
-               : "r"(shared_address(barrier))
+               : "r"(shared_address(barrier)), "r"(arrivals)
                : "memory");
 }
 __device__ inline void arrive_at_barrier(uint64_t* barrier) {
