@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
           *reinterpret_cast<float4*>(exponentials_of_row + e) =
               make_float4(u[i], u[i + 1], u[i + 2], u[i + 3]);
       }
-      // Atomic, for lanes with one id write to one place: which of them stays is all the same. Here,
-      // when the id has long been read, since the compiler makes a branch of it.
+      // Atomic, for lanes with one id write to one place: which of them stays is all the same.
+      // Here, when the id has long been read, since the compiler makes a branch of it.
       if (used) atomicExch(reinterpret_cast<int*>(own_added), lane);
       __syncwarp();
       // A NaN escapes the magnitude, but its exponential is NaN or above 2^127: its bits are those
