@@ -58,16 +58,8 @@ __device__ inline void store_bfloat16s(bool without_nan, const float* z, void* d
   store_four(DType::kBFloat16, z, data, 0, at, std::numeric_limits<int>::max(), true);
 }
 
-// a / b, correctly rounded: the compiler's own steps, less its check that operands, quotient and
-// remainders are normal.
-__device__ inline float normal_quotient(float a, float b) {
-  const float y = math::reciprocal(b);
-  float q = a * y;
-  q = math::fma(math::fma(-q, b, a), y, q);
-  return math::fma(math::fma(-q, b, a), y, q);
-}
-// Whether it serves the weights of moderate rows, whose scores are at least e^-66, and eps /
-// divisor.
+// Whether math::quotient serves the weights of moderate rows, whose scores are at least e^-66, and
+// eps / divisor.
 inline bool normal_divisors(const RouterOptions& options) {
   return options.eps == 0.0f || (options.eps >= 1e-20f && options.eps <= 1e6f);
 }

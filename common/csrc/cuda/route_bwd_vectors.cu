@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(kThreads, blocks_for(kVectors))
       float weight = score, own_share = 0.0f, rest = 1.0f;  // math::Divisor
       if (a.options.normalize) {
         const float sum = slot_sum(score), eps = a.options.eps;
-        const auto quotient = [](float n, float d) { return kAny ? n / d : normal_quotient(n, d); };
+        const auto quotient = [](float n, float d) { return kAny ? n / d : math::quotient(n, d); };
         float divisor = sum;
         if (kAny) {
           const Divisor exact = math::weight_divisor(true, a.options.eps_mode, sum, eps);

@@ -119,8 +119,9 @@ DUOMOE_FN float reciprocal(float x) {
 #endif
 }
 
-// a / b, correctly rounded, for positive a and b in [2^-96, 2^30]: one Newton step from the rounded
-// product with 1 / b, whose residual is exact.
+// a / b, correctly rounded, for positive a and b in [2^-96, 2^30] whose quotient is normal: one
+// step from the rounded product with 1 / b, whose residual is exact (what a compiler makes of a
+// division, less its checks).
 DUOMOE_FN float quotient(float a, float b) {
 #if defined(__CUDA_ARCH__)
   const float y = reciprocal(b), q = a * y;
