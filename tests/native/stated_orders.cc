@@ -2,8 +2,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The router's rows and statistics, element by element in the orders and by the cases that
-// math/router.h states, against the loops of every instruction set and the op. Prints what differs
-// and the number of comparisons; 1 if anything does.
+// math/router.h states, against the loops of every instruction set and the op; and the steps of a
+// GPU's division. Prints what differs and the number of comparisons; 1 if anything does.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -235,6 +235,20 @@ void compare_statistics(Score score, int64_t tokens, int64_t sequences, int64_t 
   }
 }
 
+// Every mantissa of the divisor; numerators at random, and next to those whose quotient lies half
+// way between two floats.
+void compare_quotients(std::mt19937& random) {
+  constexpr uint32_t kOne = 0x3f800000u, kMantissas = 1u << 23;
+  for (uint32_t mantissa = 0; mantissa < kMantissas; ++mantissa) {
+    const float b = float_of(kOne | mantissa), y = 1.0f / b;
+    const float any = float_of(kOne | (random() % kMantissas));
+    const double half_way = any + std::ldexp(1.0, -24);
+    const float near = static_cast<float>(half_way * b);
+    for (float a : {any, near, float_of(bits_of(near) - 1), float_of(bits_of(near) + 1)})
+      compare("quotient", mantissa, quotient_by_reciprocal(a, b, y), a / b);
+  }
+}
+
 int main() {
   std::vector<const SimdLoops*> sets = {&duomoe::cpu::simd_base()};
   if (__builtin_cpu_supports("avx2")) sets.push_back(&duomoe::cpu::simd_avx2());
@@ -271,6 +285,7 @@ int main() {
     compare_statistics(score, 300, 2, 5, 150, 400, random);  // and one with padding at its end
     compare_statistics(score, 9000, 1, 5, 4000, 40000, random);
   }
+  compare_quotients(random);
   std::printf("%lld comparisons, %lld different\n", static_cast<long long>(comparisons),
               static_cast<long long>(different));
   return different != 0;

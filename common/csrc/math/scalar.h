@@ -120,12 +120,15 @@ DUOMOE_FN float reciprocal(float x) {
 }
 
 // a / b, correctly rounded, for positive a and b in [2^-96, 2^30] whose quotient is normal: one
-// step from the rounded product with 1 / b, whose residual is exact (what a compiler makes of a
-// division, less its checks).
+// step from the product with y = 1 / b, correctly rounded, by an exact residual (what a compiler
+// makes of a division, less its checks).
+DUOMOE_FN float quotient_by_reciprocal(float a, float b, float y) {
+  const float q = a * y;
+  return fma(fma(-b, q, a), y, q);
+}
 DUOMOE_FN float quotient(float a, float b) {
 #if defined(__CUDA_ARCH__)
-  const float y = reciprocal(b), q = a * y;
-  return ::fmaf(y, ::fmaf(-b, q, a), q);
+  return quotient_by_reciprocal(a, b, reciprocal(b));
 #else
   return a / b;
 #endif
