@@ -47,14 +47,7 @@ __device__ void write_ids(const float (&v)[2][kElements], const float (&bound)[2
 #pragma unroll
   for (int i = 0; i < kElements; ++i) {
 #pragma unroll
-    for (int p = 0; p < 2; ++p) {
-      asm volatile(
-          "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %1, %2;\n\t@p st.shared.u32 [%0], %3;\n\t"
-          "@p add.u32 %0, %0, 4;\n\t}"
-          : "+r"(place[p])
-          : "f"(v[p][i]), "f"(bound[p]), "r"(id)
-          : "memory");
-    }
+    for (int p = 0; p < 2; ++p) append_if_reached(place[p], v[p][i], bound[p], id);
     // The step is made here lest the compiler keep all ids in registers.
     asm volatile("add.u32 %0, %0, %1;"
                  : "+r"(id)
@@ -84,13 +77,9 @@ __device__ inline int bins_above(float x, const float* bins) {
   int above[kAdjacent] = {};
 #pragma unroll
   for (int i = 0; i < kHalf; i += kAdjacent) {
-    const float4 four = *reinterpret_cast<const float4*>(bins + i);
-    count_greater(above[0], four.x, x);
-    count_greater(above[1], four.y, x);
-    count_greater(above[2], four.z, x);
-    count_greater(above[3], four.w, x);
+    count_greater(above, *reinterpret_cast<const float4*>(bins + i), x);
   }
-  return (above[0] + above[1]) + (above[2] + above[3]);
+  return total(above);
 }
 
 // A token's candidates once more, where few lanes have most of the large values: those that reach

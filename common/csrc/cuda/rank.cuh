@@ -13,6 +13,8 @@
 
 namespace duomoe::cuda {
 
+using math::kAdjacent;
+
 // An integer with the order of the floats (of numbers, -0 below 0), and its inverse.
 __device__ inline int signed_key(float x) {
   const int bits = static_cast<int>(math::bits_of(x));
@@ -57,10 +59,29 @@ __device__ inline void count_greater(int& a, float x, float y) {
       : "f"(x), "f"(y));
 }
 
+// a += how many of four numbers are above x.
+__device__ inline void count_greater(int (&a)[kAdjacent], const float4& four, float x) {
+  count_greater(a[0], four.x, x);
+  count_greater(a[1], four.y, x);
+  count_greater(a[2], four.z, x);
+  count_greater(a[3], four.w, x);
+}
+__device__ inline int total(const int (&a)[kAdjacent]) { return (a[0] + a[1]) + (a[2] + a[3]); }
+
+// *address = id, and on to the next, if x reaches the bound. `address` is one of shared memory.
+__device__ inline void append_if_reached(uint32_t& address, float x, float bound, int id) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %1, %2;\n\t@p st.shared.u32 [%0], %3;\n\t"
+      "@p add.u32 %0, %0, 4;\n\t}"
+      : "+r"(address)
+      : "f"(x), "f"(bound), "r"(id)
+      : "memory");
+}
+
 // How many of the `kCount` keys from address `keys` on are above `key`.
 template <int kCount>
 __device__ int count_above(uint64_t key, uint32_t keys) {
-  int above[4] = {};
+  int above[kAdjacent] = {};
 #pragma unroll
   for (int i = 0; i < kCount; i += 4) {
     const ulonglong2 one = load_shared_pair(keys + 8 * i),
@@ -70,7 +91,7 @@ __device__ int count_above(uint64_t key, uint32_t keys) {
     count_greater(above[2], two.x, key);
     count_greater(above[3], two.y, key);
   }
-  return (above[0] + above[1]) + (above[2] + above[3]);
+  return total(above);
 }
 
 // How many keys of a list of `count` in shared memory, which zeros follow, are above `key`.

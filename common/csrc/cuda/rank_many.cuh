@@ -10,7 +10,6 @@
 
 namespace duomoe::cuda {
 
-using math::kAdjacent;
 using math::kColumns;
 
 constexpr int kMaxTop = 2 * kLanes;
@@ -90,15 +89,6 @@ __device__ inline float bound_of_maxima(const Columns& maxima, bool all_there, i
   }
   return value_of_signed_key(low);
 }
-
-// a += how many of four numbers are above x.
-__device__ inline void count_greater(int (&a)[kAdjacent], const float4& four, float x) {
-  count_greater(a[0], four.x, x);
-  count_greater(a[1], four.y, x);
-  count_greater(a[2], four.z, x);
-  count_greater(a[3], four.w, x);
-}
-__device__ inline int total(const int (&a)[kAdjacent]) { return (a[0] + a[1]) + (a[2] + a[3]); }
 
 // The same where all maxima are there and K is small, of the lanes' largest: by the rank of each.
 constexpr int kFewTop = 20;

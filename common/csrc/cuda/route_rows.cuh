@@ -51,16 +51,6 @@ __device__ void for_vectors(int experts, F step) {
   for (; e < experts; e += kColumns) step(e, std::integral_constant<int, 1>{}, std::false_type{});
 }
 
-// *address = id, and on to the next, if x reaches the bound.
-__device__ inline void append_if_reached(uint32_t& address, float x, float bound, int id) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ge.f32 p, %1, %2;\n\t@p st.shared.u32 [%0], %3;\n\t"
-      "@p add.u32 %0, %0, 4;\n\t}"
-      : "+r"(address)
-      : "f"(x), "f"(bound), "r"(id)
-      : "memory");
-}
-
 // A warp and what it works with.
 template <Score kScore, Input kInput>
 struct Warp {
