@@ -20,10 +20,23 @@ step() {  # step NAME COMMAND...: one log a step, the tail on the terminal
     tail -n "${TAIL:-25}" "$out/$name.log"
   fi
 }
+shares() {  # shares PYTEST-ARGUMENTS...: SHARES processes side by side, each with its share of the tests
+  local count=${SHARES:-8} i pids=() rc=0
+  for i in $(seq "$count"); do
+    DUOMOE_TEST_SHARE=$i/$count python3 -m pytest -m cuda -p no:cacheprovider "$@" >"$out/share-$i.log" 2>&1 &
+    pids+=($!)
+  done
+  for i in "${pids[@]}"; do wait "$i" || rc=1; done
+  cat "$out"/share-*.log
+  grep -hE '^(FAILED|ERROR) |(passed|failed|error).* in [0-9]' "$out"/share-*.log
+  return $rc
+}
+export out
+export -f shares
 step build env DUOMOE_CUDA=1 DUOMOE_REQUIRE=jax,torch python3 -m pip install --no-build-isolation --no-deps --editable .
 [ -z "$failed" ] || exit 1
-step tests python3 -m pytest -m cuda tests/test_cuda.py tests/test_cuda_[!l]*.py -p no:cacheprovider
-step tests-ops python3 -m pytest -m cuda --ignore-glob 'tests/test_cuda*' -p no:cacheprovider
+step tests bash -c 'shares "$@"' - tests/test_cuda.py tests/test_cuda_[!l]*.py
+step tests-ops bash -c 'shares "$@"' - --ignore-glob 'tests/test_cuda*'
 step verify-float32 duomoe verify --device cuda --json "$out/verify-float32.json"
 step verify-bfloat16 duomoe verify --device cuda --dtype bfloat16 --json "$out/verify-bfloat16.json"
 step tests-large python3 -m pytest -m cuda tests/test_cuda_large*.py -p no:cacheprovider

@@ -52,6 +52,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.cuda)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """DUOMOE_TEST_SHARE=2/8 keeps the second eighth of the tests, for eight processes side by side."""
+    part, parts = map(int, os.environ.get("DUOMOE_TEST_SHARE", "1/1").split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"DUOMOE_TEST_SHARE={part}/{parts}: allowed are 1/N to N/N")
+    others = [item for i, item in enumerate(items) if i % parts != part - 1]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = items[part - 1 :: parts]
+
+
 @pytest.fixture(scope="session")
 def jax_adapter() -> JaxAdapter:
     pytest.importorskip("jax", reason="JAX is not installed")
