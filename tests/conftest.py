@@ -53,7 +53,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """DUOMOE_TEST_SHARE=2/8 keeps the second eighth of the tests, for eight processes side by side."""
+    """DUOMOE_TEST_SHARE=2/8 keeps the second of eight shares, for processes side by side."""
     part, parts = map(int, os.environ.get("DUOMOE_TEST_SHARE", "1/1").split("/"))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"DUOMOE_TEST_SHARE={part}/{parts}: allowed are 1/N to N/N")
