@@ -234,8 +234,9 @@ __global__ void __launch_bounds__(kWarps* kLanes, kBlocks)
     const int32_t* ids = a.indices + t * top_k;
     const float* grads = a.grad_weights + t * top_k;
     const auto is_used = [=](int32_t id) { return id >= 0 && id < experts; };
+    // Atomic, for lanes with one id write to one place: which of them stays is all the same.
     for (int k = lane; k < top_k; k += kLanes) {
-      if (is_used(ids[k])) scores[ids[k]] = math::float_of(k);
+      if (is_used(ids[k])) atomicExch(reinterpret_cast<int*>(scores + ids[k]), k);
     }
     __syncwarp();
     bool different = true;

@@ -105,6 +105,9 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
   const float limit = __syncthreads_and(finite_bias) ? math::moderate_limit(kScore) : -1.0f;
 
   const int half = lane / kHalf, half_lane = lane % kHalf;
+  // The lane of the other half in a pair is this one ^ partner. A quarter of the lanes may have
+  // groups that are all out, so each quarter of the one half has pairs with both of the other.
+  const int partner = kGrouped ? kHalf + lane % 8 / 4 * 8 : kHalf;
   int32_t* ids_out = a.indices + (t + half * kStreams) * top_k + half_lane;
   float* weights_out = a.weights + (t + half * kStreams) * top_k + half_lane;
   LogSumExps logsumexps;
@@ -189,7 +192,7 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     // equal ones count one by one.
     if (lane == 0) space.claimed = 0;
     if (top_k <= kHalf / 2) {
-      const float other = __shfl_xor_sync(kAllLanes, half ? maximum[0] : maximum[1], kHalf);
+      const float other = __shfl_xor_sync(kAllLanes, half ? maximum[0] : maximum[1], partner);
       const float x = fmaxf(half ? maximum[1] : maximum[0], other);
       space.bins[half][half_lane] = x;
       __syncwarp();

@@ -68,32 +68,37 @@ __device__ inline void rank_candidates(int count, int top_k, uint32_t candidates
   __syncwarp();
 }
 
-// The same for values of which too many reach the bound: those above it and the first of those
-// equal to it. False where those above it are too many.
-inline __device__ __noinline__ bool select_ties(const SharedValues& value, float bound, int top_k,
+// The same for values of which too many reach the bound: the best of those above it, then the first
+// of those equal to it. False where those above it are too many, or all are too few.
+inline __device__ __noinline__ bool select_ties(const SharedValues& values, float bound, int top_k,
                                                 uint32_t candidates, uint32_t best) {
-  const int end = (value.experts + kLanes - 1) / kLanes * kLanes;
-  int above = 0;
-  for (int e = lane_id(); e < end; e += kLanes) above += value(e) > bound;
-  above = __reduce_add_sync(kAllLanes, above);
-  if (above > SelectionSpace::kRoom) return false;
-  int ties = above < top_k ? top_k - above : 0, count = 0;
+  const SharedValues value = values;
   const unsigned lanes_before = (1u << lane_id()) - 1;
-  for (int e = lane_id(); e < end; e += kLanes) {
-    const float v = value(e);
-    const unsigned equal = __ballot_sync(kAllLanes, v == bound);
-    const bool taken = v > bound || (v == bound && __popc(equal & lanes_before) < ties);
-    ties = max(0, ties - __popc(equal));
-    const unsigned all = __ballot_sync(kAllLanes, taken);
-    if (taken) {
-      store_shared(candidates + 8 * (count + __popc(all & lanes_before)),
-                   composite_of_number(v, e));
-    }
-    count += __popc(all);
+  int above = 0;
+  __syncwarp();  // all lanes' values are there
+#pragma unroll 1
+  for (int first = 0; first < value.experts; first += kLanes) {
+    const float v = value(first + lane_id());
+    const unsigned all = __ballot_sync(kAllLanes, v > bound);
+    const int place = above + __popc(all & lanes_before);
+    if (v > bound && place < SelectionSpace::kRoom)
+      store_shared(candidates + 8 * place, composite_of_number(v, first + lane_id()));
+    above += __popc(all);
   }
-  if (count < top_k) return false;
-  if (lane_id() < kAdjacent) store_shared(candidates + 8 * (count + lane_id()), 0);
-  rank_candidates(count, top_k, candidates, best, value.chosen_by);
+  if (above > SelectionSpace::kRoom) return false;
+  int taken = above;
+#pragma unroll 1
+  for (int first = 0; first < value.experts && taken < top_k; first += kLanes) {
+    const int e = first + lane_id();
+    const bool equal = value(e) == bound;
+    const unsigned all = __ballot_sync(kAllLanes, equal);
+    const int place = taken + __popc(all & lanes_before);
+    if (equal && place < top_k) store_shared(best + 8 * place, slot_word(e, value.chosen_by[e]));
+    taken += __popc(all);
+  }
+  if (taken < top_k) return false;
+  if (lane_id() < kAdjacent) store_shared(candidates + 8 * (above + lane_id()), 0);
+  rank_candidates(above, top_k, candidates, best, value.chosen_by);
   return true;
 }
 
