@@ -82,32 +82,6 @@ __device__ inline int bins_above(float x, const float* bins) {
   return total(above);
 }
 
-// A token's candidates once more, where few lanes have most of the large values: those that reach
-// the K-th of the maxima of 32 sets of experts. Their ids to `list`; not all of more than 32, which
-// select_ties finds on its own.
-struct Candidates {
-  int count;
-  float bound;
-};
-inline __device__ __noinline__ Candidates gather_again(const SharedValues& values, int top_k,
-                                                       int32_t* list) {
-  const SharedValues value = values;
-  const int lane = lane_id();
-  float maximum = -math::infinity();
-  for (int e = lane; e < value.experts; e += kLanes) maximum = fmaxf(maximum, value(e));
-  Candidates found{.count = 0, .bound = bound_of_best(maximum, top_k)};
-  __syncwarp();
-#pragma unroll 1
-  for (int e = lane; e < value.experts && found.count <= kLanes; e += kLanes) {
-    const bool reaches = value(e) >= found.bound;
-    const unsigned all = __ballot_sync(kAllLanes, reaches);
-    if (reaches) list[found.count + __popc(all & ((1u << lane) - 1))] = e;
-    found.count += __popc(all);
-  }
-  __syncwarp();
-  return found;
-}
-
 // One token's slots by the whole warp, from all of its values: `count` of them reach the bound,
 // whose ids are in the list. False, and nothing written, where that is no way for it.
 inline __device__ __noinline__ bool finish_token(const Route& a, int64_t t, int count, float bound,

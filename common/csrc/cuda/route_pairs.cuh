@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
     uint32_t place[2] = {ids + 4 * (first & 0xffffu), ids + 4 * (kExperts + (first >> 16))};
     write_ids(v, bound, place, kAdjacent * lane);
     __syncwarp();
-    int count = there ? static_cast<int>(space.claimed >> (16 * half) & 0xffffu) : 0;  // the half's
+    const int count =
+        there ? static_cast<int>(space.claimed >> (16 * half) & 0xffffu) : 0;  // the half's
     const auto values_of = [&](int p) {
       return SharedValues{mine + p * kExperts,
                           bias,
@@ -217,15 +218,6 @@ __global__ void __launch_bounds__(kStreams* kLanes, 2)
                           p == 0 ? kept_groups[0] : kept_groups[1],
                           kGrouped ? group_shift : kNoGroups};
     };
-    if (__any_sync(kAllLanes, moderate && count > kLanes)) {
-#pragma unroll 1
-      for (int p = 0; p < 2; ++p) {
-        if (__shfl_sync(kAllLanes, count, kHalf * p) <= kLanes) continue;
-        const Candidates found = gather_again(values_of(p), top_k, lists + p * kExperts);
-        if (half == p) count = found.count;
-        (p == 0 ? bound[0] : bound[1]) = found.bound;
-      }
-    }
     const bool short_way = moderate && count <= kLanes && (count >= top_k || !there);
     if (__all_sync(kAllLanes, short_way)) {
       const uint32_t own_keys = keys + half * static_cast<uint32_t>(sizeof(space.keys[0]));

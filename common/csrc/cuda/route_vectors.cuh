@@ -69,23 +69,35 @@ __device__ inline void rank_candidates(int count, int top_k, uint32_t candidates
 }
 
 // The same for values of which too many reach the bound: the best of those above it, then the first
-// of those equal to it. False where those above it are too many, or all are too few.
+// of those equal to it. If the former are too many, since few lanes have most of the large values,
+// again with the K-th of the maxima of 32 other sets of experts. False where they still are, or all
+// that reach the bound are too few.
 inline __device__ __noinline__ bool select_ties(const SharedValues& values, float bound, int top_k,
                                                 uint32_t candidates, uint32_t best) {
   const SharedValues value = values;
   const unsigned lanes_before = (1u << lane_id()) - 1;
-  int above = 0;
+  int above;
   __syncwarp();  // all lanes' values are there
 #pragma unroll 1
-  for (int first = 0; first < value.experts; first += kLanes) {
-    const float v = value(first + lane_id());
-    const unsigned all = __ballot_sync(kAllLanes, v > bound);
-    const int place = above + __popc(all & lanes_before);
-    if (v > bound && place < SelectionSpace::kRoom)
-      store_shared(candidates + 8 * place, composite_of_number(v, first + lane_id()));
-    above += __popc(all);
+  for (bool again = false;; again = true) {
+    above = 0;
+#pragma unroll 1
+    for (int first = 0; first < value.experts; first += kLanes) {
+      const float v = value(first + lane_id());
+      const unsigned all = __ballot_sync(kAllLanes, v > bound);
+      const int place = above + __popc(all & lanes_before);
+      if (v > bound && place < SelectionSpace::kRoom)
+        store_shared(candidates + 8 * place, composite_of_number(v, first + lane_id()));
+      above += __popc(all);
+    }
+    if (above <= SelectionSpace::kRoom) break;
+    if (again) return false;
+    float maximum = -math::infinity();
+#pragma unroll 1
+    for (int e = lane_id(); e < value.experts; e += kLanes) maximum = fmaxf(maximum, value(e));
+    bound = bound_of_best(maximum, top_k);
+    __syncwarp();  // before the candidates are written again
   }
-  if (above > SelectionSpace::kRoom) return false;
   int taken = above;
 #pragma unroll 1
   for (int first = 0; first < value.experts && taken < top_k; first += kLanes) {
