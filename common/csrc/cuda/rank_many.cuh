@@ -17,15 +17,17 @@ constexpr int kMaxTop = 2 * kLanes;
 // The candidates, experts that reach a bound, in any order, and which of them are the K best, in
 // order.
 struct Found {
-  static constexpr int kRoom = 2 * kMaxTop, kTogether = 8, kNone = -1;
+  static constexpr int kRoom = 2 * kMaxTop, kTogether = 8, kNone = -1, kOne = 1 << 16;
   alignas(16) float values[kRoom + kTogether];  // -inf after the last
   alignas(16) int32_t ids[kRoom + kAdjacent];
   union {
     float scores[kRoom];
     int32_t columns[kColumns];  // those with candidates, while these are looked for
   };
-  int32_t best[kMaxTop];
-  int claimed;  // places of `columns`, and then of `ids`
+  int32_t best[kMaxTop];  // the index, plus kOne or 0
+  int claimed;            // places of `columns`, and then of `ids`
+
+  __device__ int index_of_best(int k) const { return best[k] & (kOne - 1); }
 };
 
 // signed_key with -0 equal to +0.
@@ -127,18 +129,22 @@ static __device__ __noinline__ void rank_ties(int count, int top_k, Found& found
   __syncwarp();
 }
 
-// Fills found.best with candidates `first` to first + 2 kLanes, by value alone: false if the lane's
-// candidate has the place of another one, whose value is equal.
-__device__ inline bool rank_two(int first, int count, int top_k, Found& found) {
+// Adds candidates `first` to first + 2 kLanes to found.best, each at its place by value alone,
+// which equal ones have between them: kOne for each and its index. The places of the lane's own
+// two, or kNone.
+struct Places {
+  int first, second;
+};
+__device__ inline Places place_two(int first, int count, int top_k, Found& found) {
   const int own = first + lane_id(), second = own + kLanes;
   const float4 *values = reinterpret_cast<const float4*>(found.values),
                *end = values + (count + kAdjacent - 1) / kAdjacent;
-  bool single = true;
-  // Lanes with equal values have one place between them: an atomic store is no race.
+  Places places{Found::kNone, Found::kNone};
   const auto place_candidate = [&](int own, const int (&above)[kAdjacent]) {
     const int place = total(above);
-    if (own < count && place < top_k)
-      single = atomicExch(found.best + place, own) == Found::kNone && single;
+    if (own >= count || place >= top_k) return Found::kNone;
+    atomicAdd(found.best + place, Found::kOne + own);
+    return place;
   };
   const float value = own < count ? found.values[own] : 0.0f;
   int above[kAdjacent] = {};
@@ -153,7 +159,7 @@ __device__ inline bool rank_two(int first, int count, int top_k, Found& found) {
       count_greater(above, next, value);
       count_greater(second_above, next, second_value);
     }
-    place_candidate(second, second_above);
+    places.second = place_candidate(second, second_above);
   } else {
 #pragma unroll 1
     for (; values < end; values += 2) {
@@ -162,27 +168,56 @@ __device__ inline bool rank_two(int first, int count, int top_k, Found& found) {
       count_greater(above, next, value);
     }
   }
-  place_candidate(own, above);
-  return single;
+  places.first = place_candidate(own, above);
+  return places;
 }
-static __device__ __noinline__ bool rank_more(int count, int top_k, Found& found) {
-  bool single = true;
+
+// The same for all candidates; true if no two of them are equal.
+static __device__ __noinline__ bool place_many(int count, int top_k, Found& found) {
 #pragma unroll 1
-  for (int first = 0; first < count; first += 2 * kLanes)
-    single = rank_two(first, count, top_k, found) && single;
-  return single;
+  for (int first = 0; first < count; first += 2 * kLanes) place_two(first, count, top_k, found);
+  __syncwarp();
+  bool single = true;
+  for (int k = lane_id(); k < top_k; k += kLanes)
+    single = single && found.best[k] < 2 * Found::kOne;
+  return __all_sync(kAllLanes, single);
+}
+
+// Gives two candidates with one place this and the next, by their ids.
+static __device__ __noinline__ void part_pairs(Places places, int top_k, Found& found) {
+  const auto part = [&](int own, int place) {
+    if (place == Found::kNone || found.best[place] < 2 * Found::kOne) return place;
+    const int other = found.best[place] - 2 * Found::kOne - own;
+    return place + (found.ids[other] < found.ids[own] ? 1 : 0);
+  };
+  const int own = lane_id(), second = own + kLanes;
+  const int place = part(own, places.first), second_place = part(second, places.second);
+  __syncwarp();
+  if (place != Found::kNone && place < top_k) found.best[place] = own;
+  if (second_place != Found::kNone && second_place < top_k) found.best[second_place] = second;
+  __syncwarp();
 }
 
 // found.best: the K of the `count` candidates that are first by (value descending, id ascending).
 __device__ inline void rank_found(int count, int top_k, Found& found) {
   if (lane_id() < Found::kTogether) found.values[count + lane_id()] = -math::infinity();
 #pragma unroll
-  for (int k = lane_id(); k < kMaxTop; k += kLanes) found.best[k] = Found::kNone;
+  for (int k = lane_id(); k < kMaxTop; k += kLanes) found.best[k] = 0;
   __syncwarp();
-  const bool single =
-      count <= 2 * kLanes ? rank_two(0, count, top_k, found) : rank_more(count, top_k, found);
+  if (count > 2 * kLanes) {
+    if (!place_many(count, top_k, found)) rank_ties(count, top_k, found);
+    return;
+  }
+  const Places places = place_two(0, count, top_k, found);
   __syncwarp();
-  if (!__all_sync(kAllLanes, single)) rank_ties(count, top_k, found);
+  const auto at = [&](int place) { return place == Found::kNone ? 0 : found.best[place]; };
+  const int most = max(at(places.first), at(places.second));
+  if (__all_sync(kAllLanes, most < 2 * Found::kOne)) return;
+  if (__all_sync(kAllLanes, most < 3 * Found::kOne)) {
+    part_pairs(places, top_k, found);
+  } else {
+    rank_ties(count, top_k, found);
+  }
 }
 
 }  // namespace duomoe::cuda

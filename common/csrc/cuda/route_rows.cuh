@@ -426,7 +426,7 @@ struct Warp {
       const int count = find(a.on_logit, 0.0f);
       rank_found(count, a.top_k, found);
       for (int k = lane_id(); k < a.top_k; k += kLanes)
-        atomicAdd(loss_counts + found.ids[found.best[k]], 1);
+        atomicAdd(loss_counts + found.ids[found.index_of_best(k)], 1);
       __syncwarp();
     }
     if (!a.given) return find(a.on_logit, 1.0f);
@@ -464,7 +464,7 @@ struct Warp {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (slot + i * kLanes >= top_k) break;
-      const int best = found.best[slot + i * kLanes];
+      const int best = found.index_of_best(slot + i * kLanes);
       id[i] = found.ids[best];
       score[i] = found.scores[best];
     }
