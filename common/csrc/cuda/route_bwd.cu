@@ -344,7 +344,7 @@ DUOMOE_KERNEL(kCuda, route_bwd) {
       .grad_logsumexp_sq = call.in("grad_logsumexp_sq").as<const float>(),
       .grad_logits = grad_logits.as<char>()};
   Queue queue(call);
-  if (launch_route_bwd_vectors(queue, a)) return queue.status();
+  if (launch_route_bwd_lanes(queue, a) || launch_route_bwd_vectors(queue, a)) return queue.status();
   return launch_route_bwd_rows(queue, a);
 }
 

@@ -31,7 +31,7 @@ struct RouteBwd {
   __device__ int64_t sequence(int64_t t) const {
     const int64_t position = range.first() + t;
     if (position < 0 || position >= range.total || (mask && !mask[t])) return -1;
-    return position / range.sequence_length;
+    return range.sequence_length < range.total ? position / range.sequence_length : 0;
   }
 };
 
@@ -103,6 +103,7 @@ inline __device__ __noinline__ void route_bwd_token(const RouteBwd& a, int64_t t
 }
 
 // False where the kernel does not fit the call.
+bool launch_route_bwd_lanes(Queue& queue, const RouteBwd& route);
 bool launch_route_bwd_vectors(Queue& queue, const RouteBwd& route);
 
 }  // namespace duomoe::cuda

@@ -2,8 +2,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // `route` for E <= 64 and K <= 8, with a block per chunk, which goes through it in tiles.
-#include <type_traits>
-
 #include "route_lanes.cuh"
 
 namespace duomoe::cuda {
@@ -119,23 +117,14 @@ auto kernel_of(Score score) {
 
 bool launch_route_lanes(Queue& queue, const Route& a, int64_t chunks) {
   if (!fits(a)) return false;
-  const auto launch = [&]<int P>(std::integral_constant<int, P>) {
+  with_lanes(a.experts, [&]<int P>(std::integral_constant<int, P>) {
     // A multiple of P, for tiles of 32 tokens.
     const int warps =
         static_cast<int>(std::min<int64_t>(ceil_div(a.chunk_length, kLanes) * P, kMaxWarps));
     queue.launch(
         plain(a) ? kernel_of<P, true>(a.options.score) : kernel_of<P, false>(a.options.score),
         chunks, warps * kLanes, 0, a);
-  };
-  if (a.experts <= kElements) {
-    launch(std::integral_constant<int, 1>{});
-  } else if (a.experts <= 2 * kElements) {
-    launch(std::integral_constant<int, 2>{});
-  } else if (a.experts <= 4 * kElements) {
-    launch(std::integral_constant<int, 4>{});
-  } else {
-    launch(std::integral_constant<int, 8>{});
-  }
+  });
   return true;
 }
 

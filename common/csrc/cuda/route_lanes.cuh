@@ -1,25 +1,17 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// What `route` does with tokens of E <= 64 experts and K <= 8 slots: eight experts to a lane, so
-// that 1 to 8 lanes hold a token and a warp several. Rows of probabilities go to shared memory,
-// where threads add them up stream by stream.
-//
-// A lane's two vectors are 4 P experts apart, P being the lanes of a token: the first step of the
-// butterfly of math/router.h is then within a lane.
+// What `route` does with tokens of E <= 64 experts and K <= 8 slots, several to a warp. Rows of
+// probabilities go to shared memory, where threads add them up stream by stream.
 #pragma once
 
+#include "lane_groups.cuh"
 #include "route.cuh"
 
 namespace duomoe::cuda::lanes {
 
-constexpr int kMaxTop = 8;
-constexpr int kMaxExperts = 64;
-constexpr int kVectors = 2;
-constexpr int kElements = kVectors * kAdjacent;
 // A group has a whole number of vectors.
 constexpr int kMaxGroups = kMaxExperts / kAdjacent;
-using Values = float[kElements];
 
 // A chunk's part of the arrays. It is so small that offsets within it are of 32 bits.
 struct ChunkView {
@@ -75,42 +67,19 @@ __device__ __noinline__ void route_others(const Route& a, unsigned left, int64_t
 
 // The work of the P lanes of a token.
 template <int P, Score kScore, bool kPlain>
-struct TokenLanes {
-  static constexpr int kPadded = kElements * P;
-  static constexpr int kSlots = kMaxTop / P;  // of a lane: own, own + P, ...
+struct TokenLanes : LaneGroup<P> {
+  using Group = LaneGroup<P>;
+  using Group::bits, Group::expert, Group::first, Group::join, Group::own, Group::row_sum;
+  using Group::kPadded, Group::kSlots;
   static constexpr bool kSoftmax = kScore == Score::kSoftmax;
 
   const Route& a;
   const ChunkView& chunk;
-  int own, first;  // this lane's number among the token's, the token's first lane
-  Raw raw[kVectors];
+  Vectors raw;
   Values bias;
-  bool regular;  // every bias is small enough
+  bool regular = true;  // every bias is small enough
 
-  __device__ TokenLanes(const Route& route, const ChunkView& view)
-      : a(route), chunk(view), own(lane_id() % P), first(lane_id() / P * P), regular(true) {}
-
-  __device__ int expert(int i) const {
-    return kAdjacent * (own + i / kAdjacent * P) + i % kAdjacent;
-  }
-
-  template <typename F>
-  __device__ static float join(float x, F f) {
-#pragma unroll
-    for (int width = P / 2; width > 0; width /= 2) x = f(x, __shfl_xor_sync(kAllLanes, x, width));
-    return x;
-  }
-  __device__ static float sum(float x) {
-    return join(x, [](float one, float two) { return one + two; });
-  }
-  __device__ static float row_sum(const Values& x) {
-    return sum(((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])));
-  }
-  // The bits of a ballot that belong to the token.
-  __device__ unsigned bits(bool yes) const {
-    if (P == 1) return yes;
-    return __ballot_sync(kAllLanes, yes) >> first & ((1u << P) - 1);
-  }
+  __device__ TokenLanes(const Route& route, const ChunkView& view) : a(route), chunk(view) {}
 
   __device__ void fetch_bias() {
 #pragma unroll
@@ -130,38 +99,7 @@ struct TokenLanes {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) raw[j] = Raw{};
     if (i >= chunk.tokens) return;
-    const int row = i * a.experts;
-    if (!a.whole_vectors) {
-#pragma unroll 1
-      for (int j = 0; j < kVectors; ++j) {
-        const Raw one =
-            load_raw(a.dtype, chunk.logits, row, expert(kAdjacent * j), a.experts, false);
-        (j == 0 ? raw[0] : raw[1]) = one;
-      }
-    } else if (a.dtype == DType::kFloat32) {
-      fetch_vectors(DType::kFloat32, row);
-    } else {
-      fetch_vectors(DType::kBFloat16, row);  // of the same size as float16
-    }
-  }
-  __device__ void fetch_vectors(DType dtype, int row) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      raw[j] = load_raw(dtype, chunk.logits, row, expert(kAdjacent * j), a.experts, true);
-  }
-
-  __device__ void unpack_row(Values& z) const {
-    const auto as = [&](DType dtype) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) unpack(dtype, raw[j], z + kAdjacent * j);
-    };
-    if (a.dtype == DType::kFloat32) {
-      as(DType::kFloat32);
-    } else if (a.dtype == DType::kBFloat16) {
-      as(DType::kBFloat16);
-    } else {
-      as(DType::kFloat16);
-    }
+    Group::load_row(a.dtype, chunk.logits, i * a.experts, a.experts, a.whole_vectors, raw);
   }
 
   // Sorts a vector, largest first and equal ones as they are. The element numbers in their order, a
@@ -296,7 +234,7 @@ struct TokenLanes {
     const bool there = i < chunk.tokens;
     const bool live = there && !(chunk.mask && !chunk.mask[i]);
     Values z, s, u;
-    unpack_row(z);
+    Group::unpack_row(a.dtype, raw, z);
     fetch(next);
     float magnitudes[kVectors] = {};  // of two chains
 #pragma unroll
@@ -389,17 +327,8 @@ struct TokenLanes {
       }
     }
 
-    // In the lane order of math/router.h.
-    float part[kSlots];
-#pragma unroll
-    for (int n = 0; n < kSlots; ++n) part[n] = score[n];
-#pragma unroll
-    for (int half = kSlots / 2; half > 0; half /= 2) {
-#pragma unroll
-      for (int n = 0; n < half; ++n) part[n] += part[n + half];
-    }
-    const Divisor divisor =
-        math::weight_divisor(a.options.normalize, a.options.eps_mode, sum(part[0]), a.options.eps);
+    const Divisor divisor = math::weight_divisor(a.options.normalize, a.options.eps_mode,
+                                                 Group::slot_sum(score), a.options.eps);
     int32_t* slot_ids = chunk.indices + (i * a.top_k + own);
     float* slot_weights = chunk.weights + (i * a.top_k + own);
     const bool done = there && (moderate || !live);
