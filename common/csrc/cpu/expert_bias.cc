@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../math/balance.h"
+#include "../math/lane_sum.h"
 #include "parallel.h"
 #include "route_row.h"
 #include "select.h"
@@ -95,13 +96,12 @@ DUOMOE_KERNEL(kCpu, update_expert_bias_by_quantile) {
   const double decay = call.real("decay");
   const int64_t top_k = call.integer("top_k");
   std::vector<double> wanted(experts);
-  double sum = 0.0;
   for (int64_t e = 0; e < experts; ++e) {
     const double quantile =
         math::bin_quantile(counts + e * bins, bins, top_k, experts, lower, upper, bias[e]);
     wanted[e] = math::decayed_bias(decay, bias[e], quantile);
-    sum += wanted[e];
   }
+  const double sum = math::lane_sum(experts, [&](int64_t e) { return wanted[e]; });
   const double mean = sum / static_cast<double>(experts);
   for (int64_t e = 0; e < experts; ++e) updated[e] = static_cast<float>(wanted[e] - mean);
   return {};

@@ -5,7 +5,6 @@
 // every sum.
 #include "../math/losses.h"
 #include "route_row.cuh"
-#include "sums.cuh"
 
 namespace duomoe::cuda {
 namespace {
@@ -286,7 +285,7 @@ struct JoinChunks {
 // One warp.
 __global__ void sum_aux_loss(LossScale scale, int64_t columns, const float* loads,
                              const float* sums, float* loss) {
-  const double sum = ordered_sum(columns, [=](int64_t c) {
+  const double sum = lane_sum(columns, [=](int64_t c) {
     return static_cast<double>(loads[c]) * static_cast<double>(sums[c]);
   });
   if (lane_id() == 0) *loss = math::scaled_aux_loss(scale.coeff, scale.factor(), sum);

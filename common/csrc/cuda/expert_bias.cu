@@ -3,7 +3,6 @@
 #include "../math/balance.h"
 #include "route_row.cuh"
 #include "select.cuh"
-#include "sums.cuh"
 
 namespace duomoe::cuda {
 namespace {
@@ -14,12 +13,12 @@ constexpr int64_t kMaxBlocks = 32;
 
 __global__ void step_bias(int64_t experts, float rate, bool center, const float* bias,
                           const int32_t* counts, float* updated) {
-  const int64_t total = integer_sum(experts, [=](int64_t e) { return counts[e]; });
+  const int64_t total = lane_sum(experts, [=](int64_t e) { return int64_t{counts[e]}; });
   const auto step = [=](int64_t e) { return math::load_step(total, experts, counts[e]); };
   float mean_step = 0.0f;
   if (center) {
     const int64_t steps =
-        integer_sum(experts, [=](int64_t e) { return static_cast<int64_t>(step(e)); });
+        lane_sum(experts, [=](int64_t e) { return static_cast<int64_t>(step(e)); });
     mean_step = math::mean_step(steps, experts);
   }
   for (int64_t e = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; e < experts;
@@ -125,7 +124,7 @@ __global__ void want_biases(int64_t experts, int64_t bins, int64_t top_k, double
 __global__ void subtract_mean(int64_t experts, const double* wanted, float* updated) {
   __shared__ double mean;
   if (warp_id() == 0) {
-    const double sum = ordered_sum(experts, [=](int64_t e) { return wanted[e]; });
+    const double sum = lane_sum(experts, [=](int64_t e) { return wanted[e]; });
     if (lane_id() == 0) mean = sum / static_cast<double>(experts);
   }
   __syncthreads();

@@ -4,35 +4,34 @@
 // The losses of math/losses.h, with its order of every sum.
 #include "../math/losses.h"
 #include "launch.h"
-#include "sums.cuh"
+#include "warp.h"
 
 namespace duomoe::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSequencesAtOnce = 32;
 
 __device__ int64_t occupied_sequences(const int32_t* num_tokens, int64_t sequences) {
-  return integer_sum(sequences, [=](int64_t s) { return num_tokens[s] > 0; });
+  return lane_sum(sequences, [=](int64_t s) { return int64_t{num_tokens[s] > 0}; });
 }
 
 __device__ int64_t total_tokens(const int32_t* num_tokens, int64_t sequences) {
-  return integer_sum(sequences, [=](int64_t s) { return num_tokens[s]; });
+  return lane_sum(sequences, [=](int64_t s) { return int64_t{num_tokens[s]}; });
 }
 
-// One block; warp w sums sequence w of each group of kSequencesAtOnce.
+// One block; warp w sums sequence w of each group of kLanes, and lane w adds it.
 __global__ void sum_load_balancing_loss(const int32_t* counts, const float* score_sums,
                                         const int32_t* num_tokens, int64_t sequences,
                                         int64_t experts, int64_t top_k, double coeff,
                                         float* result) {
-  __shared__ double terms[kSequencesAtOnce];
+  __shared__ double terms[kLanes];
   const int64_t occupied = occupied_sequences(num_tokens, sequences);
-  double loss = 0.0;
-  for (int64_t begin = 0; begin < sequences; begin += kSequencesAtOnce) {
+  double of_lane = 0.0;
+  for (int64_t begin = 0; begin < sequences; begin += kLanes) {
     const int64_t s = begin + warp_id();
     double term = 0.0;
     if (s < sequences) {
-      const double sum = ordered_sum(experts, [=](int64_t e) {
+      const double sum = lane_sum(experts, [=](int64_t e) {
         return static_cast<double>(counts[s * experts + e]) *
                static_cast<double>(score_sums[s * experts + e]);
       });
@@ -41,12 +40,12 @@ __global__ void sum_load_balancing_loss(const int32_t* counts, const float* scor
     }
     if (lane_id() == 0) terms[warp_id()] = term;
     __syncthreads();
-    loss = add_in_lane_order(loss, terms[lane_id()]);
+    of_lane += terms[lane_id()];
     __syncthreads();
   }
+  const double loss = warp_sum(of_lane);
   if (threadIdx.x == 0) *result = static_cast<float>(coeff * loss);
 }
-static_assert(kSequencesAtOnce == kLanes);
 
 __global__ void spread_load_balancing_loss(const int32_t* counts, const int32_t* num_tokens,
                                            const float* grad_loss, int64_t sequences,
@@ -67,7 +66,7 @@ __global__ void sum_z_loss(const float* logsumexp_sq, const int32_t* num_tokens,
                            double coeff, float* result) {
   const int64_t tokens = total_tokens(num_tokens, sequences);
   const double sum =
-      ordered_sum(sequences, [=](int64_t s) { return static_cast<double>(logsumexp_sq[s]); });
+      lane_sum(sequences, [=](int64_t s) { return static_cast<double>(logsumexp_sq[s]); });
   if (lane_id() == 0) {
     *result = tokens > 0 ? static_cast<float>(coeff * sum / static_cast<double>(tokens)) : 0.0f;
   }
@@ -88,7 +87,7 @@ constexpr int64_t kMaxBlocks = 512;
 
 DUOMOE_KERNEL(kCuda, load_balancing_loss) {
   Queue queue(call);
-  queue.launch(sum_load_balancing_loss, 1, kSequencesAtOnce * kLanes, 0,
+  queue.launch(sum_load_balancing_loss, 1, kLanes * kLanes, 0,
                call.in("sequence_counts").as<const int32_t>(),
                call.in("score_sums").as<const float>(), call.in("num_tokens").as<const int32_t>(),
                call.axis('S'), call.axis('E'), call.integer("top_k"), call.real("coeff"),

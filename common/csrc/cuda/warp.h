@@ -31,12 +31,12 @@ __device__ T warp_sum(T x) {
   return x;
 }
 
-// Sum over i of f(i) in the lane order that math/router.h has for the slots of a token: the
-// butterfly adds the same pairs as the CPU's halving does, and since a + b = b + a every lane has
-// lane 0's bits.
+// Sum over i of f(i), in its type, in the lane order that math/router.h has for the slots of a
+// token: the butterfly adds the same pairs as the CPU's halving does, and since a + b = b + a every
+// lane has lane 0's bits.
 template <typename F>
-__device__ float lane_sum(int64_t n, F f) {
-  float sum = 0.0f;
+__device__ auto lane_sum(int64_t n, F f) {
+  decltype(f(n)) sum = 0;
   for (int64_t i = lane_id(); i < n; i += kLanes) sum += f(i);
   return warp_sum(sum);
 }

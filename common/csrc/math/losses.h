@@ -1,10 +1,10 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// The losses from a routing's statistics, summed in float64 in index order and rounded once.
+// The losses from a routing's statistics, summed in float64 in lanes and rounded once.
 #pragma once
 
-#include "scalar.h"
+#include "lane_sum.h"
 
 namespace duomoe::math {
 
@@ -33,24 +33,22 @@ DUOMOE_FN float load_balancing_loss(const int32_t* counts, const float* score_su
                                     const int32_t* num_tokens, int64_t sequences, int64_t experts,
                                     int64_t top_k, double coeff) {
   const int64_t occupied = occupied_sequences(num_tokens, sequences);
-  double loss = 0.0;
-  for (int64_t s = 0; s < sequences; ++s) {
-    double sum = 0.0;
-    for (int64_t e = 0; e < experts; ++e) {
-      sum += static_cast<double>(counts[s * experts + e]) *
+  const double loss = lane_sum(sequences, [=](int64_t s) {
+    const double sum = lane_sum(experts, [=](int64_t e) {
+      return static_cast<double>(counts[s * experts + e]) *
              static_cast<double>(score_sums[s * experts + e]);
-    }
+    });
     const double factor = load_balancing_factor(num_tokens[s], occupied, experts, top_k);
-    if (factor > 0.0) loss += factor * sum;
-  }
+    return factor > 0.0 ? factor * sum : 0.0;
+  });
   return static_cast<float>(coeff * loss);
 }
 
 DUOMOE_FN float z_loss(const float* logsumexp_sq, const int32_t* num_tokens, int64_t sequences,
                        double coeff) {
   const int64_t tokens = total_tokens(num_tokens, sequences);
-  double sum = 0.0;
-  for (int64_t s = 0; s < sequences; ++s) sum += static_cast<double>(logsumexp_sq[s]);
+  const double sum =
+      lane_sum(sequences, [=](int64_t s) { return static_cast<double>(logsumexp_sq[s]); });
   return tokens > 0 ? static_cast<float>(coeff * sum / static_cast<double>(tokens)) : 0.0f;
 }
 
@@ -69,10 +67,9 @@ DUOMOE_FN double aux_loss_factor(float tokens, int64_t experts, int64_t top_k) {
 // column is an expert, or an expert of one of several sequences.
 DUOMOE_FN float aux_loss(const float* loads, const float* sums, int64_t columns, float tokens,
                          int64_t experts, int64_t top_k, double coeff) {
-  double sum = 0.0;
-  for (int64_t c = 0; c < columns; ++c) {
-    sum += static_cast<double>(loads[c]) * static_cast<double>(sums[c]);
-  }
+  const double sum = lane_sum(columns, [=](int64_t c) {
+    return static_cast<double>(loads[c]) * static_cast<double>(sums[c]);
+  });
   return scaled_aux_loss(coeff, aux_loss_factor(tokens, experts, top_k), sum);
 }
 
