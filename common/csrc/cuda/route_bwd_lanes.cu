@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
   const float common = Group::slot_sum(product) + 0.0f;
 #pragma unroll
   for (int n = 0; n < kSlots; ++n) {
-    if (ids[n] < 0) continue;
+    if (ids[n] < 0 || !regular) continue;  // of one id twice: two lanes' writes
     const float grad = weight[n] * (cotangent[n] - divisor.own * common);
     added[ids[n]] = kSoftmax ? grad : grad * slopes[ids[n]];
   }
