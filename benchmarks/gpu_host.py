@@ -48,15 +48,19 @@ def torch_runs(device: str) -> dict[str, Run]:
 
         return call
 
-    def step() -> Any:
-        routed = f.route(leaf_z, CONFIG)
-        return torch.autograd.grad(routed.weights, leaf_z, torch.ones_like(routed.weights))
+    def with_backward(forward: Callable[[torch.Tensor], torch.Tensor]) -> Run:
+        def step() -> Any:
+            y = forward(leaf_z)
+            return torch.autograd.grad(y, leaf_z, torch.ones_like(y))
+
+        return step
 
     return {
         "torch: neg": without(lambda: torch.neg(z)),
         "torch: route": without(lambda: f.route(z, CONFIG)),
         "torch: route with autograd": lambda: f.route(leaf_z, CONFIG),
-        "torch: route and its backward": step,
+        "torch: neg and its backward": with_backward(torch.neg),
+        "torch: route and its backward": with_backward(lambda z: f.route(z, CONFIG).weights),
         "torch: plan_dispatch": without(lambda: f.plan_dispatch(routing.indices, EXPERTS)),
         "torch: permute": without(lambda: f.permute(x, plan)),
         "torch: combine": without(lambda: f.combine(rows, plan, routing.weights)),

@@ -1,7 +1,7 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// `route_bwd` for E <= 64 and K <= 8: several tokens to a warp, which has them once.
+// `route_bwd` for E <= 128 and K <= 8: several tokens to a warp, which has them once.
 #include "lane_groups.cuh"
 #include "route_bwd.cuh"
 
@@ -26,6 +26,35 @@ __device__ inline void store_vectors(float* row, int step, const Values& x) {
   for (int j = 0; j < kVectors; ++j) {
     const float* v = x + kAdjacent * j;
     *reinterpret_cast<float4*>(row + j * step) = make_float4(v[0], v[1], v[2], v[3]);
+  }
+}
+
+// Whether no two of a token's slots have one expert; -1 is none.
+template <int P>
+__device__ bool all_differ(const int32_t (&ids)[LaneGroup<P>::kSlots]) {
+  if constexpr (kElements * P > kMaxExperts) {
+    bool differs = true;
+#pragma unroll
+    for (int d = 1; d < kMaxTop; ++d) {
+      const int32_t other = __shfl_xor_sync(kAllLanes, ids[0], d);
+      differs = differs && other != ids[0];
+    }
+    return differs || ids[0] < 0;
+  } else {
+    uint64_t taken = 0;
+    int used = 0;
+#pragma unroll
+    for (const int32_t id : ids) {
+      if (id < 0) continue;
+      taken |= uint64_t{1} << id;
+      ++used;
+    }
+#pragma unroll
+    for (int width = P / 2; width > 0; width /= 2) {
+      taken |= __shfl_xor_sync(kAllLanes, taken, width);
+      used += __shfl_xor_sync(kAllLanes, used, width);
+    }
+    return __popcll(taken) == used;
   }
 }
 
@@ -94,23 +123,9 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
       slope[i] = math::log_score_slope(kScore, z[i]);
     }
   }
-  uint64_t mine = 0;
-  int used = 0;
 #pragma unroll
-  for (int n = 0; n < kSlots; ++n) {
-    if (ids[n] < 0 || ids[n] >= experts) {
-      ids[n] = -1;
-      continue;
-    }
-    mine |= uint64_t{1} << ids[n];
-    ++used;
-  }
-#pragma unroll
-  for (int width = P / 2; width > 0; width /= 2) {
-    mine |= __shfl_xor_sync(kAllLanes, mine, width);
-    used += __shfl_xor_sync(kAllLanes, used, width);
-  }
-  const bool different = __popcll(mine) == used;
+  for (int n = 0; n < kSlots; ++n) ids[n] = ids[n] >= 0 && ids[n] < experts ? ids[n] : -1;
+  const bool different = all_differ<P>(ids);
   const bool regular =
       group.bits(magnitude <= math::moderate_limit(kScore) && different) == (1u << P) - 1;
   Values none;
@@ -203,14 +218,19 @@ auto kernel_of(Score score) {
 }  // namespace
 
 bool launch_route_bwd_lanes(Queue& queue, const RouteBwd& a) {
-  if (a.experts > kMaxExperts || a.top_k > kMaxTop) return false;
-  with_lanes(a.experts, [&]<int P>(std::integral_constant<int, P>) {
+  if (a.experts > 2 * kMaxExperts || a.top_k > kMaxTop) return false;
+  const auto launch = [&]<int P>(std::integral_constant<int, P>) {
     // Few warps to a block as long as there are multiprocessors without one.
     const int64_t warps = ceil_div(a.range.tokens, kLanes / P);
     const auto of_block =
         static_cast<int>(std::clamp<int64_t>(warps / queue.multiprocessors(), 1, kMaxWarps));
     queue.launch(kernel_of<P>(a.options.score), ceil_div(warps, of_block), of_block * kLanes, 0, a);
-  });
+  };
+  if (a.experts <= kMaxExperts) {
+    with_lanes(a.experts, launch);
+  } else {
+    launch(std::integral_constant<int, 16>{});
+  }
   return true;
 }
 
