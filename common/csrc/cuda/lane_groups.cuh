@@ -1,8 +1,8 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// Tokens of few experts and K <= 8 slots: eight experts to a lane, so that a group of 1 to 16 lanes
-// holds a token and a warp several.
+// Tokens of E <= 64 experts and K <= 8 slots: eight experts to a lane, so that a group of 1 to 8
+// lanes holds a token and a warp several.
 //
 // A lane's two vectors are 4 P experts apart, P being the lanes of a token: the first step of the
 // butterfly of math/router.h is then within a lane.
@@ -15,7 +15,7 @@
 namespace duomoe::cuda::lanes {
 
 constexpr int kMaxTop = 8;
-constexpr int kMaxExperts = 64;  // of 8 lanes
+constexpr int kMaxExperts = 64;
 constexpr int kVectors = 2;
 constexpr int kElements = kVectors * kAdjacent;
 using Values = float[kElements];
@@ -38,7 +38,7 @@ void with_lanes(int experts, F launch) {
 template <int P>
 struct LaneGroup {
   static constexpr int kPadded = kElements * P;
-  static constexpr int kSlots = P < kMaxTop ? kMaxTop / P : 1;  // of a lane: own, own + P, ...
+  static constexpr int kSlots = kMaxTop / P;  // of a lane: own, own + P, ...
 
   int own = lane_id() % P;        // this lane's number among the token's
   int first = lane_id() / P * P;  // the token's first lane

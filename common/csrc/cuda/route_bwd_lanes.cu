@@ -1,7 +1,7 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// `route_bwd` for E <= 128 and K <= 8: several tokens to a warp, which has them once.
+// `route_bwd` for E <= 64 and K <= 8: several tokens to a warp, which has them once.
 #include "lane_groups.cuh"
 #include "route_bwd.cuh"
 
@@ -32,30 +32,20 @@ __device__ inline void store_vectors(float* row, int step, const Values& x) {
 // Whether no two of a token's slots have one expert; -1 is none.
 template <int P>
 __device__ bool all_differ(const int32_t (&ids)[LaneGroup<P>::kSlots]) {
-  if constexpr (kElements * P > kMaxExperts) {
-    bool differs = true;
+  uint64_t taken = 0;
+  int used = 0;
 #pragma unroll
-    for (int d = 1; d < kMaxTop; ++d) {
-      const int32_t other = __shfl_xor_sync(kAllLanes, ids[0], d);
-      differs = differs && other != ids[0];
-    }
-    return differs || ids[0] < 0;
-  } else {
-    uint64_t taken = 0;
-    int used = 0;
-#pragma unroll
-    for (const int32_t id : ids) {
-      if (id < 0) continue;
-      taken |= uint64_t{1} << id;
-      ++used;
-    }
-#pragma unroll
-    for (int width = P / 2; width > 0; width /= 2) {
-      taken |= __shfl_xor_sync(kAllLanes, taken, width);
-      used += __shfl_xor_sync(kAllLanes, used, width);
-    }
-    return __popcll(taken) == used;
+  for (const int32_t id : ids) {
+    if (id < 0) continue;
+    taken |= uint64_t{1} << id;
+    ++used;
   }
+#pragma unroll
+  for (int width = P / 2; width > 0; width /= 2) {
+    taken |= __shfl_xor_sync(kAllLanes, taken, width);
+    used += __shfl_xor_sync(kAllLanes, used, width);
+  }
+  return __popcll(taken) == used;
 }
 
 template <int P, Score kScore>
@@ -218,19 +208,14 @@ auto kernel_of(Score score) {
 }  // namespace
 
 bool launch_route_bwd_lanes(Queue& queue, const RouteBwd& a) {
-  if (a.experts > 2 * kMaxExperts || a.top_k > kMaxTop) return false;
-  const auto launch = [&]<int P>(std::integral_constant<int, P>) {
+  if (a.experts > kMaxExperts || a.top_k > kMaxTop) return false;
+  with_lanes(a.experts, [&]<int P>(std::integral_constant<int, P>) {
     // Few warps to a block as long as there are multiprocessors without one.
     const int64_t warps = ceil_div(a.range.tokens, kLanes / P);
     const auto of_block =
         static_cast<int>(std::clamp<int64_t>(warps / queue.multiprocessors(), 1, kMaxWarps));
     queue.launch(kernel_of<P>(a.options.score), ceil_div(warps, of_block), of_block * kLanes, 0, a);
-  };
-  if (a.experts <= kMaxExperts) {
-    with_lanes(a.experts, launch);
-  } else {
-    launch(std::integral_constant<int, 16>{});
-  }
+  });
   return true;
 }
 
