@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds duomoe with CUDA into the current Python, runs the GPU tests, the comparison of the front ends, the
 # sanitizers, the GPU check, the GPU benchmark (BENCH="--quick" shortens it) and the memory benchmark: about ten
-# minutes. ONLY="build tests" runs the steps named.
+# minutes. ONLY="build tests" runs the steps named; SHARES=12 runs the tests in so many processes side by side.
 # Results go to the folder named (default: out/gpu). Needs nvcc, a GPU, JAX with CUDA, torch with CUDA, and
 # pytest, pybind11, ninja and setuptools in the current Python.
 set -uo pipefail
@@ -20,23 +20,25 @@ step() {  # step NAME COMMAND...: one log a step, the tail on the terminal
     tail -n "${TAIL:-25}" "$out/$name.log"
   fi
 }
-shares() {  # shares PYTEST-ARGUMENTS...: SHARES processes side by side, each with its share of the tests
-  local count=${SHARES:-8} i pids=() rc=0
+shares() {  # shares NAME PYTEST-ARGUMENTS...: SHARES processes side by side, each with its share of the tests
+  local name=$1 count=${SHARES:-7} i pids=() rc=0
+  shift
+  rm -f "$out/$name"-share-*.log
+  trap "cat '$out/$name'-share-*.log" EXIT  # also where the time is up
   for i in $(seq "$count"); do
-    DUOMOE_TEST_SHARE=$i/$count python3 -m pytest -m cuda -p no:cacheprovider "$@" >"$out/share-$i.log" 2>&1 &
+    DUOMOE_TEST_SHARE=$i/$count python3 -m pytest -m cuda -p no:cacheprovider "$@" >"$out/$name-share-$i.log" 2>&1 &
     pids+=($!)
   done
+  [ ${#pids[@]} -gt 0 ] || { echo "SHARES=$count: allowed is a number above 0"; return 1; }
   for i in "${pids[@]}"; do wait "$i" || rc=1; done
-  cat "$out"/share-*.log
-  grep -hE '^(FAILED|ERROR) |(passed|failed|error).* in [0-9]' "$out"/share-*.log
   return $rc
 }
 export out
 export -f shares
 step build env DUOMOE_CUDA=1 DUOMOE_REQUIRE=jax,torch python3 -m pip install --no-build-isolation --no-deps --editable .
 [ -z "$failed" ] || exit 1
-step tests bash -c 'shares "$@"' - tests/test_cuda.py tests/test_cuda_[!l]*.py
-step tests-ops bash -c 'shares "$@"' - --ignore-glob 'tests/test_cuda*'
+step tests bash -c 'shares "$@"' - tests tests/test_cuda.py tests/test_cuda_[!l]*.py
+step tests-ops bash -c 'shares "$@"' - tests-ops --ignore-glob 'tests/test_cuda*'
 step verify-float32 duomoe verify --device cuda --json "$out/verify-float32.json"
 step verify-bfloat16 duomoe verify --device cuda --dtype bfloat16 --json "$out/verify-bfloat16.json"
 step tests-large python3 -m pytest -m cuda tests/test_cuda_large*.py -p no:cacheprovider

@@ -52,6 +52,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.cuda)
 
 
+@pytest.hookimpl(trylast=True)  # of the tests that are left
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """DUOMOE_TEST_SHARE=2/8 keeps the second of eight shares, for processes side by side."""
     part, parts = map(int, os.environ.get("DUOMOE_TEST_SHARE", "1/1").split("/"))

@@ -21,7 +21,7 @@ constexpr int kElements = kVectors * kAdjacent;
 using Values = float[kElements];
 using Vectors = Raw[kVectors];
 
-// launch(P), a constant, for the lanes that tokens of so many experts take.
+// Calls launch with P, a constant: the lanes that a token of so many experts takes.
 template <typename F>
 void with_lanes(int experts, F launch) {
   if (experts <= kElements) {

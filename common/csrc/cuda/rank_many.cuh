@@ -129,9 +129,8 @@ static __device__ __noinline__ void rank_ties(int count, int top_k, Found& found
   __syncwarp();
 }
 
-// Adds candidates `first` to first + 2 kLanes to found.best, each at its place by value alone,
-// which equal ones have between them: kOne for each and its index. The places of the lane's own
-// two, or kNone.
+// Adds candidates `first` to first + 2 kLanes to found.best: kOne and the index of each at its
+// place by value alone, which equal ones share. The places of the lane's own two, or kNone.
 struct Places {
   int first, second;
 };

@@ -1,7 +1,7 @@
 // Copyright 2026 The duomoe authors
 // SPDX-License-Identifier: Apache-2.0
 //
-// `route_bwd` for E <= 64 and K <= 8: several tokens to a warp, which has them once.
+// `route_bwd` for E <= 64 and K <= 8: several tokens to a warp, which takes no others after them.
 #include "lane_groups.cuh"
 #include "route_bwd.cuh"
 
