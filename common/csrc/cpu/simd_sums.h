@@ -8,10 +8,14 @@
 
 #include <utility>
 
+#include "../math/lane_sum.h"
 #include "simd_types.h"
 
 namespace duomoe::cpu {
 namespace {
+
+using math::add_lanes;
+using math::lane_sum;
 
 // f(i, lane) for i in [0, n), n a multiple of kLanes.
 template <typename F>
@@ -20,33 +24,6 @@ DUOMOE_INLINE void for_lanes(int64_t n, F f) {
 #pragma GCC ivdep
     for (int l = 0; l < kLanes; ++l) f(i + l, l);
   }
-}
-
-// f over the lanes in a butterfly; the result is in lane 0.
-template <typename T, typename F>
-DUOMOE_INLINE T join_lanes(T (&lane)[kLanes], F f) {
-  for (int l = 0; l < 16; ++l) lane[l] = f(lane[l], lane[l + 16]);
-  for (int l = 0; l < 8; ++l) lane[l] = f(lane[l], lane[l + 8]);
-  for (int l = 0; l < 4; ++l) lane[l] = f(lane[l], lane[l + 4]);
-  lane[0] = f(lane[0], lane[2]);
-  lane[1] = f(lane[1], lane[3]);
-  return f(lane[0], lane[1]);
-}
-
-DUOMOE_INLINE float add_lanes(float (&lane)[kLanes]) {
-  return join_lanes(lane, [](float a, float b) { return a + b; });
-}
-
-// The sum of f(i) over the slots of a token, or any n elements, in lanes.
-template <typename F>
-DUOMOE_INLINE float lane_sum(int64_t n, F f) {
-  float lane[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int l = 0; l < kLanes; ++l) lane[l] += f(i + l);
-  }
-  for (int l = 0; i + l < n; ++l) lane[l] += f(i + l);
-  return add_lanes(lane);
 }
 
 #if defined(__GNUC__) && !defined(__clang__)

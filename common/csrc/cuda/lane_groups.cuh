@@ -99,6 +99,15 @@ struct LaneGroup {
     }
   }
 
+  // The lane's part of the padded row of floats at `row`.
+  __device__ void store_row(float* row, const Values& x) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const float* v = x + kAdjacent * j;
+      *reinterpret_cast<float4*>(row + expert(kAdjacent * j)) = make_float4(v[0], v[1], v[2], v[3]);
+    }
+  }
+
   __device__ static void unpack_row(DType dtype, const Vectors& raw, Values& z) {
     const auto as = [&](DType dtype) {
 #pragma unroll

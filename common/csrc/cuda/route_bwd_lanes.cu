@@ -21,14 +21,6 @@ struct Space {
   float of_slot[kMaxTop];
 };
 
-__device__ inline void store_vectors(float* row, int step, const Values& x) {
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    const float* v = x + kAdjacent * j;
-    *reinterpret_cast<float4*>(row + j * step) = make_float4(v[0], v[1], v[2], v[3]);
-  }
-}
-
 // Whether no two of a token's slots have one expert; -1 is none.
 template <int P>
 __device__ bool all_differ(const int32_t (&ids)[LaneGroup<P>::kSlots]) {
@@ -121,9 +113,9 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
   Values none;
 #pragma unroll
   for (int i = 0; i < kElements; ++i) none[i] = -0.0f;
-  store_vectors(scores + kAdjacent * own, kAdjacent * P, x);
-  store_vectors(added + kAdjacent * own, kAdjacent * P, none);
-  if constexpr (!kSoftmax) store_vectors(slopes + kAdjacent * own, kAdjacent * P, slope);
+  group.store_row(scores, x);
+  group.store_row(added, none);
+  if constexpr (!kSoftmax) group.store_row(slopes, slope);
   __syncwarp();
 
   const float exponential_sum = Group::row_sum(u);
@@ -173,7 +165,7 @@ __global__ void __launch_bounds__(kMaxWarps* kLanes, 2)
   }
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
-    const float4 of_slots = *reinterpret_cast<const float4*>(added + kAdjacent * (own + j * P));
+    const float4 of_slots = *reinterpret_cast<const float4*>(added + group.expert(kAdjacent * j));
     float* four = grad + kAdjacent * j;
     four[0] = live ? four[0] + of_slots.x : 0.0f;
     four[1] = live ? four[1] + of_slots.y : 0.0f;

@@ -271,11 +271,7 @@ struct TokenLanes : LaneGroup<P> {
       for (int m = 0; m < kElements; ++m) shared[m] = live ? shared[m] : 0.0f;
     }
     float* row = to.rows + in_tile * kPadded;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const float* x = shared + kAdjacent * j;
-      *reinterpret_cast<float4*>(row + expert(kAdjacent * j)) = make_float4(x[0], x[1], x[2], x[3]);
-    }
+    Group::store_row(row, shared);
 
     int32_t ids[kSlots];
     float score[kSlots];
